@@ -431,7 +431,8 @@ HOSTILE = {
     "huge": ({"type": "image", "image": "huge.png"}, "must be a file of at most"),
     "thin": ({"type": "image", "image": "thin.png"}, "aspect ratios above 200"),
     "sound": ({"type": "audio", "audio": "a.wav"}, "does not support"),
-    "video": ({"type": "video", "video": "a.mp4"}, "is not text, an image or audio"),
+    "video": ({"type": "video", "video": "a.txt"}, "not an MP4 or WebM file"),
+    "other": ({"type": "file", "file": "a.txt"}, "is not text, an image, audio or a video"),
 }
 
 

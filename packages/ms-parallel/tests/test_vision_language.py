@@ -18,7 +18,7 @@ from vision_language_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
 
 import ms_data
 from ms_parallel import Engine, Layout, ModelError, NextTokenLoss
-from ms_parallel.models import TransformersModel, VisionLanguageModel
+from ms_parallel.models import MultimodalModel, TransformersModel
 from ms_parallel.models.batch import slice_rows
 
 TEMPLATE = (
@@ -120,7 +120,7 @@ def test_the_loss_of_packed_rows_equals_that_of_separate_samples(
 ) -> None:
     """Before and after some updates, compared with transformers' model with the same weights."""
     torch.set_num_threads(1)
-    reference, model = tiny(model_type, shards), VisionLanguageModel(tiny(model_type, shards))
+    reference, model = tiny(model_type, shards), MultimodalModel(tiny(model_type, shards))
     engine = Engine(
         model,
         Layout(),
@@ -146,7 +146,7 @@ def test_the_loss_of_packed_rows_equals_that_of_separate_samples(
 def test_two_processes_have_the_losses_of_one_process(shards: Path, size: int | None) -> None:
     """Also if a process's rows, or a microbatch, have no picture."""
     torch.set_num_threads(1)
-    model = VisionLanguageModel(tiny("qwen3_vl", shards))
+    model = MultimodalModel(tiny("qwen3_vl", shards))
     engine = Engine(model, Layout(), device="cpu", plan=model.plan, optimizer=OPTIMIZER)
     expected = [engine.step(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
     ranks = run_processes(
@@ -159,7 +159,7 @@ def test_two_processes_have_the_losses_of_one_process(shards: Path, size: int | 
 def test_other_positions_give_another_loss(shards: Path) -> None:
     """Text positions for pictures, or swapped pictures, fail the comparison above."""
     torch.set_num_threads(1)
-    model = VisionLanguageModel(tiny("qwen2_5_vl", shards))
+    model = MultimodalModel(tiny("qwen2_5_vl", shards))
     engine = Engine(model, Layout(), device="cpu", plan=model.plan)
     batch = batch_of(shards)
 
@@ -193,7 +193,7 @@ def test_a_text_only_model_refuses_pictures(shards: Path) -> None:
     """It would otherwise train on placeholders of pictures it does not see."""
     config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
     engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
-    with pytest.raises(ModelError, match="is a text-only model; use a VisionLanguageModel"):
+    with pytest.raises(ModelError, match="is a text-only model; use a MultimodalModel"):
         engine.step(batch_of(shards), NextTokenLoss())
     with pytest.raises(ModelError, match="model_type must be one of qwen2_vl"):
-        VisionLanguageModel(torch.nn.Linear(2, 2))
+        MultimodalModel(torch.nn.Linear(2, 2))

@@ -9,7 +9,7 @@ import transformers
 import ms_data
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
-from ms_parallel.models import VisionLanguageModel
+from ms_parallel.models import MultimodalModel
 
 OPTIMIZER = AdamWConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=20)
 TEXT = {
@@ -90,7 +90,7 @@ def train_model(model_type: str, shards: str, size: int | None) -> list[float]:
     """Losses of three updates on two data ranks with different rows."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse("data=2"), device="cpu", timeout_s=120)
-    model = VisionLanguageModel(tiny(model_type, Path(shards)))
+    model = MultimodalModel(tiny(model_type, Path(shards)))
     engine = Engine(
         model, groups=groups, plan=model.plan, optimizer=OPTIMIZER, microbatch_size=size
     )

@@ -31,6 +31,9 @@ from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
 from ms_align.models.language_model import check_tokens, language_model
 
+MEDIA_PLACES = ("image_places", "video_places", "audio_places")
+"""Batch keys that a batch with images, videos or audio has, even if its rows have none."""
+
 
 def check_heads(heads: Mapping[str, int] | None) -> None:
     """Check the widths of extra heads.
@@ -365,6 +368,11 @@ class LocalEngine:
         check_type("batch", batch, Mapping, "columns by name", error=DataError)
         if "tokens" not in batch:
             raise DataError(f"a batch must have tokens, got {shown(sorted(map(str, batch)))}")
+        if media := sorted(name for name in batch if name in MEDIA_PLACES):
+            raise DataError(
+                f"the batch has {media[0]}, and this engine reads text only; train the folder of a "
+                "multimodal model with `layout = { data = 1 }`, or remove the media"
+            )
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
         for name, ignored in (("tokens", None), ("targets", IGNORED)):
             if name in tensors:

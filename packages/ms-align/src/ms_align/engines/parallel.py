@@ -60,6 +60,7 @@ def start_parallel(
         )
     # `layout_of` has checked that ms-parallel is installed.
     from ms_parallel import AdamWConfig, Engine
+    from ms_parallel.models import MultimodalModel
 
     training: dict[str, Any] = {}
     if isinstance(options, EngineOptions):
@@ -102,6 +103,11 @@ def start_parallel(
         heads=heads,
         microbatch_size=microbatch_size,
     )
+    if lora is not None and any(isinstance(s, MultimodalModel) for s in engine.stages.values()):
+        raise ConfigError(
+            "lora adapts text models, and the model reads images or audio; remove lora to train "
+            "all of its weights"
+        )
     if lora is not None:
         settings: dict[str, Any] = {"options": lora, "seed": seed, "base_name": str(model)}
         engine.adapt(partial(StageAdapters, engine=engine, **settings))

@@ -94,6 +94,13 @@ def without_held_out(dataset: Folders) -> list[str]:
     return [folder for folder in _as_list(dataset) if "held_out" not in inspect(folder).splits]
 
 
+def have_media(dataset: Folders) -> bool:
+    """Return whether a folder has conversations with images, videos or audio."""
+    from ms_data import Samples
+
+    return any(Samples(folder).kind == "media" for folder in _as_list(dataset))
+
+
 def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any]:
     """Return the first held-out prompts, up to the assistant's answer, and the tokenizer."""
     from ms_data import PairSample, Samples, Tokenizer, UnpairedSample

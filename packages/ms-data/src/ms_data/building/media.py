@@ -1,4 +1,4 @@
-"""Encodes conversations with images and audio: text as words, files as media documents."""
+"""Encodes conversations with images, audio and video: text as words, files as media documents."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 class _MediaDocument(ChatDocument, frozen=True, array_like=True):
-    """A rendered conversation with its images and audio."""
+    """A rendered conversation with its images, audio and video."""
 
     media: tuple[MediaItem, ...] = ()
 
 
 @frozen(kw_only=True)
 class MediaEncoder(ChatEncoder):
-    """Encodes rows with images and audio."""
+    """Encodes rows with images, audio and video."""
 
     processor: Processor
     document_kind: DocumentKind = "media"
@@ -50,7 +50,7 @@ class MediaEncoder(ChatEncoder):
         return {**super().files(), MEDIA_FILE: self.processor.settings.encode()}
 
     def parse(self, row: Mapping[str, Any]) -> str:
-        """Convert a row to the text of a document, and decode its images and audio once.
+        """Convert a row to the text of a document, and decode its images, audio and video once.
 
         Raises:
             ValueError: the row has an unknown format, the template rejects it or prints a different
@@ -80,7 +80,7 @@ class MediaEncoder(ChatEncoder):
 def encode_media_rows(
     tokenizer: Tokenizer, texts: Sequence[str], *, tokens: Mapping[MediaKind, str]
 ) -> Sequence[Encoded]:
-    """Encode rendered rows with images and audio.
+    """Encode rendered rows with images, audio and video.
 
     Args:
         tokenizer: tokenizer that has `tokens` as special tokens.
@@ -104,7 +104,7 @@ def _expand_placeholders(
     media: Sequence[MediaItem],
     tokens: Mapping[MediaKind, str],
 ) -> Encoded:
-    """Expand the placeholder of every image and audio clip to its number of tokens."""
+    """Expand the placeholder of every image, audio clip and video to its number of tokens."""
     if not media:
         return Encoded(pack_media_sample(sample))
     repeats = np.ones(len(sample.tokens), np.int64)
@@ -133,7 +133,7 @@ def _expand_placeholders(
 def with_media(
     encoder: TextEncoder, processor: str | Path | Processor, corpus: CorpusName
 ) -> TextEncoder:
-    """Extend a chat encoder to images and audio.
+    """Extend a chat encoder to images, audio and video.
 
     Args:
         encoder: encoder of conversations.
@@ -150,6 +150,11 @@ def with_media(
         processor = Processor.load(processor)
     if processor.folder is None:
         processor = attrs.evolve(processor, folder=_corpus_folder(corpus))
+    tokens = processor.tokens
+    if "video" in tokens and tokens["video"] not in encoder.tokenizer.special_tokens:
+        # A tokenizer for text and images alone.
+        settings = msgspec.structs.replace(processor.settings, videos=None)
+        processor = attrs.evolve(processor, settings=settings)
     for token in processor.tokens.values():
         encoder.tokenizer.special_token(token)
     return MediaEncoder(

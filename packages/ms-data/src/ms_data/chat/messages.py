@@ -6,9 +6,10 @@
  ShareGPT | `conversations`: from, value, optional `weight`; `system`, `tools` |
  Alpaca | `instruction`, `input`, `output`; `system`, `history` |
 
-Content is text or a list of parts of type `text`, `image` or `audio` (also `image_url` and
-`audio_url`). Rows may have other keys, such as an ID or a source. A row that matches two formats or
-none, or a message with a key, role or type unknown to its format, is rejected with the reason.
+Content is text or a list of parts of type `text`, `image`, `audio` or `video` (also `image_url`,
+`audio_url` and `video_url`). Rows may have other keys, such as an ID or a source. A row that
+matches two formats or none, or a message with a key, role or type unknown to its format, is
+rejected with the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ms_data.arguments import check_type
-from ms_data.media.parts import MEDIA_TYPES
+from ms_data.media.parts import MEDIA_TYPES, NOUNS
 
 Message = dict[str, Any]
 """`role`, `content` and the other keys of the role, as chat templates read them."""
@@ -89,7 +90,7 @@ def check_other_keys(row: Mapping[str, Any]) -> None:
     """Reject keys whose content would be ignored.
 
     Raises:
-        ValueError: the row has images, audio or tools in an unsupported key.
+        ValueError: the row has images, audio, video or tools in an unsupported key.
     """
     for key in _UNSUPPORTED_KEYS:
         if row.get(key):
@@ -149,18 +150,18 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def reject_media(messages: Sequence[Message]) -> None:
-    """Reject images and audio in text-only datasets.
+    """Reject images, audio and video in text-only datasets.
 
     Raises:
-        ValueError: a message contains an image or audio.
+        ValueError: a message contains an image, audio or a video.
     """
     for index, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
             if part["type"] in MEDIA_TYPES:
                 raise ValueError(
-                    f"messages[{index}] contains an image or audio; pass the model's processor "
-                    "(--processor), or remove it"
+                    f"messages[{index}] contains {NOUNS[MEDIA_TYPES[part['type']]]}; pass the "
+                    "model's processor (--processor), or remove it"
                 )
 
 
@@ -245,8 +246,8 @@ def _message(value: dict[str, Any], location: str) -> Message:
                 _text(part.get("text"), f"{location}.content[{index}].text")
             elif not isinstance(part_type, str) or part_type not in MEDIA_TYPES:
                 raise ValueError(
-                    f"{location}.content[{index}] is not text, an image or audio; other types are "
-                    "not supported"
+                    f"{location}.content[{index}] is not text, an image, audio or a video; other "
+                    "types are not supported"
                 )
     elif content is not None:
         _text(content, f"{location}.content")

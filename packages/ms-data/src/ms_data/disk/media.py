@@ -1,6 +1,6 @@
-"""Packs the images and audio of a conversation as a document of a media shard.
+"""Packs the images, audio and video of a conversation as a document of a media shard.
 
-The images and audio of the split `train` are in the split `train_media`, in shards of the same
+Those of the split `train` are in the split `train_media`, in shards of the same
 layout, so that all their bytes are checked like token shards. The header of a conversation holds
 the start and size of its media document, which consists of these 32-bit words:
 
@@ -21,14 +21,14 @@ from ms_data.media.processor import MediaItem
 ITEM = np.dtype(
     [(name, "<u4") for name in ("kind", "size", "start", "tokens")] + [("grid", "<u4", (3,))]
 )
-"""Record of an item: type (0 image, 1 audio), bytes, first token, number of tokens, grid."""
+"""Record of an item: type (0 image, 1 audio, 2 video), bytes, first token, tokens, grid."""
 
-_KINDS: tuple[MediaKind, ...] = ("image", "audio")
+_KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 _WORDS = NDArray[np.uint32]
 
 
 class PlacedItem(NamedTuple):
-    """An image or audio clip, with its position."""
+    """An image, audio clip or video, with its position."""
 
     item: MediaItem
     start: int

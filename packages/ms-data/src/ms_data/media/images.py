@@ -1,4 +1,4 @@
-"""Decodes images, and converts them to the patches of Qwen-VL.
+"""Decodes images, and converts them and the frames of videos to the patches of Qwen-VL.
 
 Numerically identical to transformers' `Qwen2VLImageProcessorPil`: rotate by EXIF orientation,
 convert to RGB with transparency on white, resize bicubically to multiples of a token's pixels
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import SettingError
-from ms_data.media.settings import IMAGE_PIXELS, ImageSettings
+from ms_data.media.settings import IMAGE_PIXELS, ImageSettings, VideoSettings
 
 FORMATS = ("PNG", "JPEG")
 """Supported formats; all other decoders are disabled."""
@@ -105,23 +105,61 @@ def image_patches(image: Any, settings: ImageSettings) -> NDArray[np.float32]:
         and the single frame is repeated in time.
     """
     width, height = image.size
-    grid = patch_grid(width, height, settings)
-    side, merge = settings.patch_size, settings.merge_size
-    size = (grid.width * side, grid.height * side)
+    frame = _normalized(image, patch_grid(width, height, settings), settings)
+    return _patches(np.broadcast_to(frame, (settings.temporal_patch_size, *frame.shape)), settings)
+
+
+def video_grid(frames: int, width: int, height: int, settings: VideoSettings) -> Grid:
+    """Compute the patch grid of a video's sampled frames.
+
+    Raises:
+        ValueError: the aspect ratio exceeds 200.
+    """
+    grid = patch_grid(width, height, settings.per_frame(frames))
+    return Grid(-(-frames // settings.temporal_patch_size), grid.height, grid.width)
+
+
+def video_patches(frames: NDArray[np.uint8], settings: VideoSettings) -> NDArray[np.float32]:
+    """Convert the sampled frames of a video to patches.
+
+    Args:
+        frames: RGB, shape (frames, height, width, 3); the last is repeated to complete a patch.
+        settings: settings of the model's video processor.
+
+    Returns:
+        Shape (patches, 3 x temporal_patch_size x patch_size²), in the order of time and then as
+        those of images.
+    """
+    grid = video_grid(len(frames), frames.shape[2], frames.shape[1], settings)
+    from_array, depth = _library("PIL.Image").fromarray, settings.temporal_patch_size
+    parts = []
+    for time in range(grid.time):
+        indices = np.minimum(np.arange(depth) + time * depth, len(frames) - 1)
+        group = [_normalized(from_array(frames[index]), grid, settings) for index in indices]
+        parts.append(_patches(np.stack(group), settings))
+    return np.concatenate(parts)
+
+
+def _normalized(image: Any, grid: Grid, settings: ImageSettings) -> NDArray[np.float32]:
+    """Resize, rescale and normalize an image, to shape (height, width, 3)."""
+    size = (grid.width * settings.patch_size, grid.height * settings.patch_size)
     bicubic = _library("PIL.Image").Resampling.BICUBIC
     pixels: NDArray[np.uint8] = np.asarray(image.resize(size, resample=bicubic), np.uint8)
     # like transformers, in this order of types
     scaled = (pixels.astype(np.float64) * settings.rescale_factor).astype(np.float32)
-    normal = (scaled - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
-    rows, columns = grid.height // merge, grid.width // merge
-    # (row, merge, y, column, merge, x, channel)
-    blocks = normal.reshape(rows, merge, side, columns, merge, side, 3)
-    patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # row, column, merge, merge, channel, y, x
-    repeated: NDArray[np.float32] = np.broadcast_to(
-        patches[:, :, :, :, :, None],
-        (*patches.shape[:5], settings.temporal_patch_size, side, side),
-    )
-    return repeated.reshape(grid.height * grid.width, settings.width)
+    normal: NDArray[np.float32] = scaled - np.array(settings.mean, np.float32)
+    normal /= np.array(settings.std, np.float32)
+    return normal
+
+
+def _patches(frames: NDArray[np.float32], settings: ImageSettings) -> NDArray[np.float32]:
+    """Cut the frames of one temporal patch, (time, height, width, 3), into patches."""
+    side, merge = settings.patch_size, settings.merge_size
+    rows, columns = (length // (side * merge) for length in frames.shape[1:3])
+    # (time, row, merge, y, column, merge, x, channel)
+    blocks = frames.reshape(-1, rows, merge, side, columns, merge, side, 3)
+    # row, column, merge, merge, channel, time, y, x
+    return blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, settings.width)
 
 
 def check_pillow() -> None:

@@ -1,9 +1,10 @@
-"""Extracts images and audio from messages: files that they name, or bytes that they contain.
+"""Extracts images, audio and video from messages: files that they name, or bytes in them.
 
  part | source |
 ---|---|
- `{"type": "image", "image": ...}`, `{"type": "audio", "audio": ...}` | see below |
- `{"type": "image_url", "image_url": {"url": ...}}`, also `audio_url` | see below |
+ `{"type": "image", "image": ...}`, also `audio` and `video` | see below |
+ `{"type": "image", "path": ...}`, also `url` | see below |
+ `{"type": "image_url", "image_url": {"url": ...}}`, also `audio_url` and `video_url` | see below |
 
 A source is a path below the media folder, a base64 `data:` URL, bytes, or the `{"bytes": ...,
 "path": ...}` of a `datasets` table. Nothing is downloaded.
@@ -20,18 +21,23 @@ from typing import Any, Literal, NamedTuple
 from ms_data.errors import printable
 
 FILE_BYTES = 32 << 20
-"""Maximum size of an image or audio file."""
+"""Maximum size of an image, audio or video file."""
 
 CONVERSATION_BYTES = 128 << 20
 """Maximum total size of the files of one conversation."""
 
-MediaKind = Literal["image", "audio"]
+MediaKind = Literal["image", "audio", "video"]
+
+NOUNS: dict[MediaKind, str] = {"image": "an image", "audio": "audio", "video": "a video"}
+"""Media kinds in messages."""
 
 MEDIA_TYPES: dict[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
     "audio": "audio",
     "audio_url": "audio",
+    "video": "video",
+    "video_url": "video",
 }
 """Media kind by the type of a content part."""
 
@@ -40,7 +46,7 @@ Message = dict[str, Any]
 
 
 class EncodedFile(NamedTuple):
-    """An encoded image or audio file."""
+    """An encoded image, audio or video file."""
 
     kind: MediaKind
     content: bytes
@@ -93,7 +99,9 @@ def extract_media(
 
 def _content(part: Mapping[str, Any], location: str, folder: Path | None) -> bytes:
     """Return the bytes of a part."""
-    value = part.get(part["type"])
+    # transformers' chat format names the source by its kind instead of the part's type.
+    keys = (part["type"], "path", "url")
+    value = next((part[key] for key in keys if part.get(key) is not None), None)
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
     if isinstance(value, Mapping):

@@ -1,5 +1,6 @@
 """Multimodal processor: token counts for the text, arrays for the vision and audio encoders."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +14,26 @@ from numpy.typing import NDArray
 from ms_data.errors import SettingError, TokenizerError
 from ms_data.files.untrusted import check_path
 from ms_data.media.audio import audio_tokens, decode_audio, spectrogram, spectrogram_frames
-from ms_data.media.images import decode_image, image_patches, patch_grid
-from ms_data.media.parts import EncodedFile, MediaKind
+from ms_data.media.images import (
+    decode_image,
+    image_patches,
+    patch_grid,
+    video_grid,
+    video_patches,
+)
+from ms_data.media.parts import NOUNS, EncodedFile, MediaKind
 from ms_data.media.settings import (
     AudioSettings,
     ImageSettings,
     MediaSettings,
+    VideoSettings,
     read_settings,
 )
+from ms_data.media.video import Video, VideoLimits, decode_video
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """An image or audio clip that was decoded and checked once."""
+    """An image, audio clip or video that was decoded and checked once."""
 
     kind: MediaKind
     content: bytes
@@ -37,10 +46,10 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
 @frozen
 class Processor:
-    """Converts images and audio to model inputs, like transformers' processors.
+    """Converts images, video and audio to model inputs, like transformers' processors.
 
-    Supports Qwen2-VL, Qwen2.5-VL and Qwen3-VL for PNG and JPEG images, and Qwen2-Audio (Whisper)
-    for WAV and FLAC audio.
+    Supports Qwen2-VL, Qwen2.5-VL and Qwen3-VL for PNG and JPEG images, Qwen2-VL and Qwen2.5-VL for
+    MP4 and WebM video, and Qwen2-Audio (Whisper) for WAV and FLAC audio.
     """
 
     settings: MediaSettings
@@ -53,7 +62,7 @@ class Processor:
 
         Args:
             path: model folder with processor_config.json or preprocessor_config.json.
-            media_folder: base folder of image and audio paths in messages. None: the corpus folder,
+            media_folder: base folder of media paths in messages. None: the corpus folder,
                 or the folder of its only file.
 
         Raises:
@@ -79,6 +88,8 @@ class Processor:
             tokens["image"] = self.settings.pictures.token
         if self.settings.sound:
             tokens["audio"] = self.settings.sound.token
+        if self.settings.videos:
+            tokens["video"] = self.settings.videos.token
         return tokens
 
     def measure(self, file: EncodedFile) -> MediaItem:
@@ -94,6 +105,11 @@ class Processor:
                 # Only sizes are needed here; patches are computed when a batch is read.
                 grid = patch_grid(width, height, settings)
                 return MediaItem("image", file.content, grid.tokens(settings), grid)
+            if file.kind == "video":
+                video_settings = self._video_settings()
+                count, height, width, _ = _decode(file.content, video_settings).frames.shape
+                grid = video_grid(count, width, height, video_settings)
+                return MediaItem("video", file.content, grid.tokens(video_settings), grid)
             audio_settings = self._audio_settings()
             samples, rate_hz = decode_audio(file.content)
             frames = spectrogram_frames(len(samples), rate_hz, audio_settings)
@@ -116,6 +132,27 @@ class Processor:
             if len(parts[-1]) != item.grid[0] * item.grid[1] * item.grid[2]:
                 raise ValueError(f"{len(parts[-1])} patches do not match the grid {item.grid}")
         return np.concatenate(parts)
+
+    def videos(self, items: Sequence[MediaItem]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        """Return the patches of videos.
+
+        Returns:
+            Concatenated patches, shape (patches, values per patch), and the seconds between two
+            temporal patches of each video, shape (videos,).
+
+        Raises:
+            ValueError: a video changed since it was measured.
+        """
+        settings = self._video_settings()
+        parts = [np.empty((0, settings.width), np.float32)]
+        intervals = np.zeros(len(items))
+        for index, item in enumerate(items):
+            video = _decode(item.content, settings)
+            parts.append(video_patches(video.frames, settings))
+            if len(parts[-1]) != item.grid[0] * item.grid[1] * item.grid[2]:
+                raise ValueError(f"{len(parts[-1])} patches do not match the grid {item.grid}")
+            intervals[index] = settings.temporal_patch_size * _frame_interval_s(video, settings)
+        return np.concatenate(parts), intervals
 
     def spectrograms(
         self, items: Sequence[MediaItem]
@@ -142,10 +179,32 @@ class Processor:
 
     def _image_settings(self) -> ImageSettings:
         if self.settings.pictures is None:
-            raise ValueError("an image, which this processor does not support; remove it")
+            raise _unsupported("image")
         return self.settings.pictures
+
+    def _video_settings(self) -> VideoSettings:
+        if self.settings.videos is None:
+            raise _unsupported("video")
+        return self.settings.videos
 
     def _audio_settings(self) -> AudioSettings:
         if self.settings.sound is None:
-            raise ValueError("audio, which this processor does not support; remove it")
+            raise _unsupported("audio")
         return self.settings.sound
+
+
+def _unsupported(kind: MediaKind) -> ValueError:
+    return ValueError(f"{NOUNS[kind]}, which this processor does not support; remove it")
+
+
+def _decode(content: bytes, settings: VideoSettings) -> Video:
+    limits = VideoLimits(frames=settings.max_frames)
+    return decode_video(content, frames_per_s=settings.frames_per_s, limits=limits)
+
+
+def _frame_interval_s(video: Video, settings: VideoSettings) -> float:
+    """Return the seconds between sampled frames: the nominal ones, or more for a slow video."""
+    last = len(video.times_s) - 1
+    if last < 1 or math.floor(video.times_s[-1] * settings.frames_per_s + 1e-6) <= last:
+        return 1 / settings.frames_per_s
+    return float(video.times_s[-1] / last)

@@ -2,8 +2,10 @@
 
  file | content |
 ---|---|
- `processor_config.json` | `image_processor` and `feature_extractor`, saved by transformers 5 |
- `preprocessor_config.json` | one of the two alone, as in older model folders |
+ `processor_config.json` | `image_processor`, `video_processor` and `feature_extractor` |
+ `preprocessor_config.json` | an image processor or feature extractor alone, in older folders |
+ `video_preprocessor_config.json` | a video processor alone, in older folders |
+ `config.json` | time scale of a vision-language model's video positions |
 """
 
 from collections.abc import Mapping
@@ -22,6 +24,10 @@ AUDIO_SAMPLES = 1 << 25
 """Maximum samples of an audio file; 35 minutes at 16 kHz."""
 
 _IMAGE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
+_VIDEO_CLASSES = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor")
+_VIDEO_FILE = "video_preprocessor_config.json"
+MAX_FRAME_RATE = 240
+"""Maximum frames per second of a video, which bounds the decoding time."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3  # PIL's number
@@ -67,6 +73,37 @@ class ImageSettings(
         return 3 * self.temporal_patch_size * self.patch_size**2  # RGB
 
 
+class VideoSettings(ImageSettings, frozen=True, kw_only=True, tag="videos"):
+    """Settings of Qwen2-VL's and Qwen2.5-VL's video processor; bounds on pixels are per frame."""
+
+    frames_per_s: float
+    """Sampled frames per second."""
+    max_frames: int
+    """Maximum number of sampled frames; a longer video is rejected."""
+    max_tokens: int | None
+    """Context length of which a video's pixels may fill 90% (`cap_pixels_per_frame`); None: any."""
+    positions_per_s: float | None
+    """Time positions per second of video, for Qwen2.5-VL. None: one per temporal patch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 < self.frames_per_s <= MAX_FRAME_RATE, "fps", self.frames_per_s)
+        _require(1 <= self.max_frames <= 1 << 16, "max_frames", self.max_frames)
+        _require(self.max_tokens is None or self.max_tokens > 0, "max_tokens", self.max_tokens)
+        scale = self.positions_per_s
+        _require(scale is None or 0 < scale <= 1000, "tokens_per_second", scale)
+
+    def per_frame(self, frames: int) -> ImageSettings:
+        """Return the settings of one frame of a video with this number of frames."""
+        if self.max_tokens is None:
+            return self
+        # qwen-vl-utils divides the pixels of the context among temporal patches.
+        total = int(self.max_tokens * self.factor**2 * 0.9)
+        share = total * self.temporal_patch_size // frames
+        bound = max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+        return msgspec.structs.replace(self, max_pixels=bound)
+
+
 class AudioSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sound"
 ):
@@ -106,10 +143,11 @@ class AudioSettings(
 class MediaSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.media.1"
 ):
-    """Settings for images, audio, or both."""
+    """Settings for images, video and audio."""
 
     pictures: ImageSettings | None = None
     sound: AudioSettings | None = None
+    videos: VideoSettings | None = None
 
     def __post_init__(self) -> None:
         _require(bool(self.pictures or self.sound), "media", "neither images nor audio")
@@ -140,7 +178,7 @@ def read_settings(folder: Path) -> MediaSettings:
             continue
         config = read_json(path, dict[str, Any], error=TokenizerError)
         try:
-            settings = _settings(config)
+            settings = _settings(config, folder)
         except (ValueError, TypeError) as error:  # from our checks, or from wrong value types
             raise TokenizerError(f"{printable(path)}: {printable(error)}; {_REMEDY}") from error
         if settings.pictures or settings.sound:
@@ -154,7 +192,7 @@ def read_settings(folder: Path) -> MediaSettings:
 _REMEDY = "use the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio processor"
 
 
-def _settings(config: Mapping[str, Any]) -> MediaSettings:
+def _settings(config: Mapping[str, Any], folder: Path) -> MediaSettings:
     """Parse either form of the file."""
     # In older folders, the file is one of the two objects itself.
     picture = config.get("image_processor") or config
@@ -162,6 +200,14 @@ def _settings(config: Mapping[str, Any]) -> MediaSettings:
     settings: dict[str, Any] = {}
     if "image_processor_type" in picture:
         settings["pictures"] = _image_settings(picture, config.get("image_token", "<|image_pad|>"))
+        # Older folders have one file for images and video.
+        video = config.get("video_processor") or _other_file(folder, _VIDEO_FILE) or picture
+        settings["videos"] = _video_settings(
+            video,
+            config.get("video_token", "<|video_pad|>"),
+            _other_file(folder, "config.json"),
+            config.get("processor_class", "Qwen2VLProcessor"),
+        )
     if "feature_extractor_type" in sound:
         settings["sound"] = _audio_settings(sound, config.get("audio_token", "<|AUDIO|>"))
     if not settings:
@@ -173,25 +219,71 @@ def _image_settings(config: Mapping[str, Any], token: str) -> ImageSettings:
     class_name = config["image_processor_type"]
     if class_name not in _IMAGE_CLASSES:
         raise ValueError(f"the image processor {class_name!r} is not for Qwen-VL")
+    values = _patch_settings(config, token, 56 * 56, 28 * 28 * 1280)
+    return msgspec.convert({"type": "pictures", **values}, ImageSettings)
+
+
+def _video_settings(
+    config: Mapping[str, Any], token: str, model: Mapping[str, Any], processor: str
+) -> VideoSettings | None:
+    """Parse a video processor; None if it is of a model whose video is not supported.
+
+    Args:
+        config: settings of the video processor, or of the image processor of older folders.
+        token: placeholder token.
+        model: content of config.json; empty without one.
+        processor: class of the processor.
+    """
+    class_name = config.get("video_processor_type", "Qwen2VLVideoProcessor")
+    model_type = model.get("model_type", "qwen2_vl")
+    # Qwen3-VL writes time stamps between the frames of a video. The positions of Qwen2.5-VL depend
+    # on its config.json.
+    if class_name not in _VIDEO_CLASSES or model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        return None
+    if not model and processor != "Qwen2VLProcessor":
+        return None
+    vision = model.get("vision_config") or {}
+    capped = config.get("cap_pixels_per_frame")
+    scaled = model_type == "qwen2_5_vl"
+    values = {
+        **_patch_settings(config, token, 128 * 28 * 28, 768 * 28 * 28),
+        "frames_per_s": config.get("fps") or 2.0,
+        "max_frames": config.get("max_frames") or 768,
+        "max_tokens": config.get("max_video_tokens", 128_000) if capped else None,
+        # transformers' default
+        "positions_per_s": vision.get("tokens_per_second", 4) if scaled else None,
+    }
+    return msgspec.convert({"type": "videos", **values}, VideoSettings)
+
+
+def _other_file(folder: Path, name: str) -> dict[str, Any]:
+    """Read another file of a model folder; empty if there is none."""
+    path = folder / name
+    return read_json(path, dict[str, Any], error=TokenizerError) if path.exists() else {}
+
+
+def _patch_settings(
+    config: Mapping[str, Any], token: str, min_pixels: int, max_pixels: int
+) -> dict[str, Any]:
+    """Parse what image and video processors have in common; the bounds are the default."""
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, True):
             raise ValueError(f"{name}=false is not supported")
     if config.get("resample", _BICUBIC) != _BICUBIC:
         raise ValueError(f"resample must be 3 (bicubic), got {config['resample']!r}")
     size = config.get("size") or {}
-    values = {
+    return {
         "token": token,
         "patch_size": config.get("patch_size", 14),
         "temporal_patch_size": config.get("temporal_patch_size", 2),
         "merge_size": config.get("merge_size", 2),
         # The "edges" of `size` are pixel counts as well, under transformers' common names.
-        "min_pixels": config.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-        "max_pixels": config.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        "min_pixels": config.get("min_pixels") or size.get("shortest_edge", min_pixels),
+        "max_pixels": config.get("max_pixels") or size.get("longest_edge", max_pixels),
         "rescale_factor": config.get("rescale_factor", 1 / 255),
         "mean": config.get("image_mean", _CLIP_MEAN),
         "std": config.get("image_std", _CLIP_STD),
     }
-    return msgspec.convert({"type": "pictures", **values}, ImageSettings)
 
 
 def _audio_settings(config: Mapping[str, Any], token: str) -> AudioSettings:

@@ -16,12 +16,11 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from ms_data.errors import SettingError
+from ms_data.media.settings import MAX_FRAME_RATE
 from ms_data.settings.arguments import check_counts
 
 CONTAINERS = {(4, b"ftyp"): "mp4", (0, b"\x1aE\xdf\xa3"): "matroska"}
 """Formats of FFmpeg by (offset, magic bytes); matroska includes WebM."""
-MAX_FRAME_RATE = 240
-"""Maximum frames per second, which bounds the decoding time."""
 
 
 @frozen(kw_only=True)

@@ -15,7 +15,7 @@ from ms_data.media.processor import Processor
 from ms_data.settings.arguments import is_integer
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import DrawSequence
-from ms_data.streams.media import AudioBatch, ImageBatch, media_batch
+from ms_data.streams.media import AudioBatch, ImageBatch, VideoBatch, media_batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
 from ms_data.streams.packed_source import LongMode, PackedSource, Weighting
@@ -30,7 +30,7 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class InstructionBatch(WeightedBatch, ImageBatch, AudioBatch):
+class InstructionBatch(WeightedBatch, ImageBatch, VideoBatch, AudioBatch):
     """A batch of packed conversations: b rows of S tokens.
 
     Datasets with images add the keys of `PictureBatch` to every batch, datasets with audio those of

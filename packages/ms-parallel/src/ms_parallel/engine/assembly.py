@@ -21,6 +21,7 @@ from ms_parallel.memory.modes import Recompute, Sharding
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.family import family_of
 from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.multimodal import MultimodalModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
@@ -63,7 +64,7 @@ def resolve_model(
         ModelError: the folder's model cannot be read.
     """
     if isinstance(model, nn.Module):
-        plan = plan or UNSPLIT_PLAN
+        plan = plan or (model.plan if isinstance(model, MultimodalModel) else UNSPLIT_PLAN)
         check_own(model, plan, layout, recompute)
         # OwnModelConfig lacks sizes such as head counts; only our own models are split by those.
         config = OwnModelConfig.of(model, plan)
@@ -77,6 +78,18 @@ def resolve_model(
     )
     family_of(model_config).check_layout(model_config, layout)
     return model_config, model_plan(model_config)
+
+
+def load_multimodal(folder: str | Path, options: EngineOptions) -> MultimodalModel:
+    """Load the multimodal model of a folder, with the weights that the options ask for.
+
+    Raises:
+        ModelError: the folder cannot be read.
+    """
+    if options.weights in ("initial", "unset"):
+        weights = options.weights == "initial" and has_weights(folder)
+        return MultimodalModel.load(folder, weights=weights, seed=options.seed)
+    return MultimodalModel.load(options.weights)
 
 
 def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:

@@ -28,6 +28,7 @@ from ms_parallel.engine.assembly import (
     build_float32_stages,
     build_stages,
     check_devices,
+    load_multimodal,
     resolve_model,
     sharded_layout,
 )
@@ -61,6 +62,7 @@ from ms_parallel.memory.budget import Budget
 from ms_parallel.memory.modes import ACTIVATIONS, MOMENTS, budget_bytes
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import family_of
+from ms_parallel.models.huggingface.multimodal import MultimodalModel, is_multimodal
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import WeightRules
@@ -81,6 +83,7 @@ from ms_parallel.split.own_model import OwnModelConfig, check_accepts_cache, war
 from ms_parallel.split.part import drop_gathered, is_plain_tensor
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.precision_choice import precision_name
+from ms_parallel.weights.multimodal import save_multimodal
 from ms_parallel.weights.save import save_model
 
 logger = logging.getLogger(__name__)
@@ -93,8 +96,9 @@ class Engine:
 
     Args:
         model: name of an architecture, a configuration, or a folder with a config.json. Each rank
-            reads its part of the folder's weights, if the folder has weights. Or your own nn.Module
-            (see `ms_parallel.split.own_model`); all ranks start with the weights of rank 0.
+            reads its part of the folder's weights, if the folder has weights; the model of a folder
+            with images or audio is a `MultimodalModel`. Or your own nn.Module (see
+            `ms_parallel.split.own_model`); all ranks start with the weights of rank 0.
         layout: parallel layout. None: a single process.
 
     Raises:
@@ -111,6 +115,8 @@ class Engine:
         check_type("layout", layout, Layout, "a Layout", error=LayoutError, optional=True)
         layout = settings.groups.layout if settings.groups else layout or Layout()
         layout = sharded_layout(layout, settings.sharding)
+        if isinstance(model, str | Path) and is_multimodal(model):
+            model = load_multimodal(model, settings)
         # All checks that need no communication come before `connect`: a bad setting then fails
         # at once on every rank, and none waits for another.
         self.config, self.plan = resolve_model(model, settings.plan, layout, settings.recompute)
@@ -500,6 +506,10 @@ class Engine:
         check_path("folder", folder, error=ModelError, written="folder")
         if isinstance(tokenizer, str | Path):
             check_path("tokenizer", tokenizer, error=ModelError)
+        stage = cast(nn.Module | None, self.stages.get(0))
+        if isinstance(stage, MultimodalModel):
+            save_multimodal(stage, Path(folder), tokenizer=tokenizer, dtype=dtype)
+            return
         if isinstance(self.config, OwnModelConfig):
             raise ModelError(
                 f"save() writes Hugging Face folders, and {self.config.model_type} is your own"

@@ -12,7 +12,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.batch import PICTURES, Batch, check_tokens, slice_rows
+from ms_parallel.models.batch import MEDIA_NAMES, Batch, check_tokens, slice_rows
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
 BATCH_FORMAT = (
@@ -38,7 +38,7 @@ def split_batch(
     The last one may be smaller.
 
     Args:
-        batch: tensors or arrays (B, S), and images, in the format of `Batch`.
+        batch: tensors or arrays (B, S), and media, in the format of `Batch`.
         size: rows per microbatch; None for all rows.
         tensor: number of tensor-parallel ranks that split the sequence between blocks.
         context: number of context-parallel ranks.
@@ -95,7 +95,7 @@ def _batch_problem(tensors: Mapping[str, Tensor]) -> str | None:
         if name in tensors and tensors[name].shape != tokens.shape:
             return f"{name} and tokens must have the same shape"
     for name, value in tensors.items():
-        if name not in PICTURES and value.shape[:1] != tokens.shape[:1]:
+        if name not in MEDIA_NAMES and value.shape[:1] != tokens.shape[:1]:
             return f"{name} must have the {len(tokens)} rows of tokens"
     return None
 

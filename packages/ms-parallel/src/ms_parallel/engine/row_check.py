@@ -25,7 +25,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import AXES, row_axes
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.batch import IGNORED, PATCHES, Batch
+from ms_parallel.models.batch import IGNORED, MEDIA_NAMES, Batch
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ CERTAIN_ROWS = 4
 """Number of different repeated rows in the first update that rules out chance."""
 MAX_REPEATS, RECENT = 8, 16
 """Number of updates with repeated rows that is an error, within this many recent updates."""
-SAMPLED_PATCHES = 64
-"""Number of image patches in a checksum; hashing all would cost milliseconds per step."""
+SAMPLED_MEDIA_ROWS = 64
+"""Image patches or spectrogram rows in a checksum; hashing all costs milliseconds per step."""
 
 
 @frozen(kw_only=True)
@@ -288,8 +288,9 @@ def _add(digest: "blake2b", name: str, rows: Batch) -> None:
     value = rows.get(name)
     if value is None or not _is_on_host(value):
         return
-    if name == PATCHES:
-        value = value[:: max(1, len(value) // SAMPLED_PATCHES)]
+    if name in MEDIA_NAMES and value.is_floating_point():
+        value = value.flatten(0, -2)
+        value = value[:: max(1, len(value) // SAMPLED_MEDIA_ROWS)]
     if not value.is_floating_point() and not value.is_complex():
         value = value.to(torch.int64)  # int32 tokens are the same rows
     digest.update(f"{name}{tuple(value.shape)}".encode())

@@ -19,7 +19,7 @@ from ms_parallel.engine.report import MicrobatchResult
 from ms_parallel.engine.stopwatch import NoStopwatch, Stopwatch
 from ms_parallel.errors import ModelError
 from ms_parallel.memory.budget import Budget
-from ms_parallel.models.batch import PATCHES, Batch
+from ms_parallel.models.batch import Batch, media_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
@@ -88,12 +88,12 @@ class StageRunner:
             ConfigError: the batch is empty, its sequence length is not divisible by the axes that
                 split it, or a token is outside the vocabulary.
             ModelError: a key is missing, a tensor has the wrong shape or dtype, or the batch has
-                images and the model is text-only.
+                media and the model is text-only.
         """
-        if not self.user_module and isinstance(batch, Mapping) and PATCHES in batch:
+        if not self.user_module and isinstance(batch, Mapping) and media_of(batch):
             raise ModelError(
-                f"the batch has images, but {self.config.model_type} is a text-only model; use a"
-                " VisionLanguageModel, or remove the images from the data"
+                f"the batch has images or audio, but {self.config.model_type} is a text-only model;"
+                " use a MultimodalModel, or remove them from the data"
             )
         size = size or self.microbatch_size
         context = self.groups.layout.context

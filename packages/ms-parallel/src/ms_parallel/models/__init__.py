@@ -7,7 +7,7 @@ from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.experts.routing import record_experts, replay_experts
 from ms_parallel.models.families.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.models.huggingface.config import TransformersModel
-from ms_parallel.models.huggingface.vision import VisionLanguageModel
+from ms_parallel.models.huggingface.multimodal import MultimodalModel
 from ms_parallel.models.positions.scaling import RopeScaling
 from ms_parallel.models.registry import architecture, build_model, model_plan
 from ms_parallel.models.staged import StagedModel
@@ -17,12 +17,12 @@ __all__ = [
     "DecoderConfig",
     "KeyValueCache",
     "ModelConfig",
+    "MultimodalModel",
     "RopeScaling",
     "StagedModel",
     "TransformerXL",
     "TransformerXLConfig",
     "TransformersModel",
-    "VisionLanguageModel",
     "architecture",
     "build_model",
     "model_plan",

@@ -13,7 +13,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
 from ms_parallel.memory.modes import Sharding
 from ms_parallel.memory.offload import offloading
-from ms_parallel.models.batch import Batch, pictures_of
+from ms_parallel.models.batch import Batch, media_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.experts.routing import replay_experts
 from ms_parallel.models.staged import RowSplit
@@ -30,7 +30,7 @@ Finish = Callable[[int, Tensor], Tensor]
 
 Call = Callable[..., Tensor]
 """Computes a stage's output from (input, positions=, documents=, cache=), with row_split= and
-pictures= if the batch has them."""
+media= if the batch has any."""
 
 OnGradients = Callable[[int, int, bool], None]
 """Called after a backward with (stage, microbatch, weight gradients are complete)."""
@@ -247,7 +247,7 @@ class Runtime:
             stage_input = step.inputs[key] = stage_input.detach().requires_grad_()
         if key in step.split:
             step.deferred[key] = DeferredWeightGrads()
-        row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
+        row_split, media = step.row_splits[microbatch], media_of(batch)
         experts = batch.get("routed_experts")
         with (
             self.recorder or UNTIMED,
@@ -261,7 +261,7 @@ class Runtime:
                 documents=batch.get("documents"),
                 cache=step.caches.get(stage),
                 **({} if row_split is None else {"row_split": row_split}),
-                **({} if pictures is None else {"pictures": pictures}),
+                **({} if media is None else {"media": media}),
             )
             if stage + 1 == schedule.stages:
                 hidden = step.finish(microbatch, hidden)

@@ -55,7 +55,7 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """Compute logits (B, S, V) from tokens (B, S) int64.
 
-        A multimodal module also accepts `pictures`; see `models.batch` for their format.
+        A multimodal module also accepts `media`; see `models.batch` for its format.
         """
 
 
@@ -82,7 +82,10 @@ class OwnModelConfig:
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
-        vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+        config = getattr(module, "config", None)
+        # transformers' multimodal models have the vocabulary in the settings of their text model.
+        text_config = getattr(config, "get_text_config", lambda: config)()
+        vocabulary = getattr(text_config, "vocab_size", None)
         return cls(
             model_type=type(module).__name__,
             weights=digest,
@@ -111,7 +114,7 @@ class OwnStage(ModuleWrapper):
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.
             positions: (B, S) int64.
-            context: documents, cache and pictures.
+            context: documents, cache and media.
         """
         # Later stages still run the module's forward; the gate replaces its embedding by `x`.
         tokens = x if self.first else positions.new_zeros(positions.shape)
@@ -161,7 +164,7 @@ def _name(module: nn.Module) -> str:
 
 
 def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
-    """Call a module with the positions, documents, cache and pictures that it accepts."""
+    """Call a module with the positions, documents, cache and media that it accepts."""
     if isinstance(module, OwnStage):
         stage: Tensor = module(tokens, **context)
         return stage
@@ -187,10 +190,10 @@ def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
 def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
     """Check that a module accepts every argument on which its result depends."""
     documents, cache = context.get("documents"), context.get("cache")
-    if "pictures" in context and "pictures" not in passed:
+    if "media" in context and "media" not in passed:
         raise ModelError(
-            f"the batch has pictures, which {type(module).__name__}.forward does not accept; add"
-            " pictures=None, or remove them from the data"
+            f"the batch has images or audio, which {type(module).__name__}.forward does not accept;"
+            " add media=None, or remove them from the data"
         )
     if cache is not None:
         check_accepts_cache(module)
@@ -235,7 +238,7 @@ def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) ->
     try:
         with torch.no_grad():
             expected = call_own(full, tokens, **context)
-    except Exception:  # needs other inputs, such as pictures; real errors appear in the first step
+    except Exception:  # needs other inputs, such as media; real errors appear in the first step
         return
     # Tokens for the first stage, then hidden states.
     hidden = tokens

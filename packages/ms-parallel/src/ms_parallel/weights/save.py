@@ -42,7 +42,8 @@ from ms_parallel.weights.folder import INDEX, SINGLE, is_finite
 
 T = TypeVar("T")
 
-_PARTIAL = ".saving"
+PARTIAL = ".saving"
+"""Temporary folder in a model's folder."""
 
 
 @frozen(kw_only=True)
@@ -118,7 +119,7 @@ def save_model(
         for name, sources in local_tensors.items()
     ]
     # Every process learns all tensors, so all agree on files without further messages.
-    offers = _exchange(entries)
+    offers = exchange(entries)
     _check_complete(config, {entry.name for offer in offers for entry in offer}, folder)
     files = _assign_files(offers, file_size_bytes)
     # Before anything is written: a diverged model must not replace a good one.
@@ -128,12 +129,12 @@ def save_model(
     texts = {name: _json(content) for name, content in documents.items()}
     texts |= tokenizer.files if tokenizer is not None else {}
     local_files = {name: file for name, file in files.items() if file.writer == rank}
-    partial = folder / _PARTIAL
+    partial = folder / PARTIAL
     try:
         # Three phases, each ending with a collective: no rank publishes before all have written.
-        _on_all_ranks(lambda: _prepare(folder), folder, rank == 0)
-        _on_all_ranks(lambda: _write(local_tensors, local_files, partial), folder)
-        _on_all_ranks(lambda: _publish(folder, files, texts), folder, rank == 0)
+        on_all_ranks(lambda: prepare_folder(folder), folder, rank == 0)
+        on_all_ranks(lambda: _write(local_tensors, local_files, partial), folder)
+        on_all_ranks(lambda: _publish(folder, files, texts), folder, rank == 0)
     except ModelError:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -191,7 +192,7 @@ def _check_finite(
         ),
         None,
     )
-    faulty = [name for name in _exchange(local_fault) if name is not None]
+    faulty = [name for name in exchange(local_fault) if name is not None]
     if faulty:
         raise NonFiniteError(
             f"{faulty[0]!r} has a NaN or an infinity, so the model is not saved to {folder}; resume"
@@ -220,10 +221,10 @@ def _assign_files(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict
     return {f"model-{i:05}-of-{count:05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Undo an interrupted replacement and create an empty temporary folder."""
     restore_folder(folder.resolve())
-    _clear(folder / _PARTIAL)
+    _clear(folder / PARTIAL)
 
 
 def _clear(partial: Path) -> None:
@@ -302,7 +303,7 @@ def _without_redistribute_warning() -> Iterator[None]:
 
 def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes]) -> None:
     """Complete the temporary folder and put its model in place of the old one."""
-    partial = folder / _PARTIAL
+    partial = folder / PARTIAL
     for name, content in texts.items():
         (partial / name).parent.mkdir(exist_ok=True)
         write_synced(partial / name, content)
@@ -313,6 +314,17 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_synced(partial / INDEX, _json(index))
         names.append(INDEX)
+    publish_files(folder, names)
+
+
+def publish_files(folder: Path, names: Sequence[str]) -> None:
+    """Put the files of the temporary folder in place of the folder's old model.
+
+    Args:
+        folder: the model's folder.
+        names: paths in its temporary folder, the index last.
+    """
+    partial = folder / PARTIAL
     old_weights = [path for path in _weight_files(folder) if path.exists()]
     if old_weights and _can_be_replaced(folder):
         _replace(folder, names)
@@ -342,21 +354,21 @@ def _can_be_replaced(folder: Path) -> bool:
 def _replace(folder: Path, names: Sequence[str]) -> None:
     """Exchange the folder for one with the new model and links to the old folder's other files."""
     folder = folder.resolve()  # a link to the folder stays a link
-    replaced = {*names, *(path.name for path in _weight_files(folder)), _PARTIAL}
+    replaced = {*names, *(path.name for path in _weight_files(folder)), PARTIAL}
 
     def dropped(parent: str, entries: list[str]) -> list[str]:
         relative = Path(parent).relative_to(folder)
         return [entry for entry in entries if str(relative / entry) in replaced]
 
     # On the same file system, so that the exchange is a rename.
-    replacement = folder.with_name(f"{folder.name}{_PARTIAL}")
+    replacement = folder.with_name(f"{folder.name}{PARTIAL}")
     _clear(replacement)
     shutil.copytree(
         folder, replacement, symlinks=True, ignore=dropped, copy_function=_link, dirs_exist_ok=True
     )
     for name in names:
         (replacement / name).parent.mkdir(exist_ok=True)
-        (folder / _PARTIAL / name).replace(replacement / name)
+        (folder / PARTIAL / name).replace(replacement / name)
     # Everything must be durable before the folder takes its name.
     sync_tree(replacement)
     replace_folder(folder, replacement)
@@ -381,7 +393,7 @@ def _json(document: Mapping[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
-def _on_all_ranks(action: Callable[[], None], folder: Path, active: bool = True) -> None:
+def on_all_ranks(action: Callable[[], None], folder: Path, active: bool = True) -> None:
     """Run `action` on active ranks, wait for all, and raise on every rank if one failed."""
     failure = None
     try:
@@ -389,14 +401,14 @@ def _on_all_ranks(action: Callable[[], None], folder: Path, active: bool = True)
             action()
     except OSError as error:
         failure = str(error)
-    failures = [text for text in _exchange(failure) if text is not None]
+    failures = [text for text in exchange(failure) if text is not None]
     if failures:
         raise ModelError(
             f"cannot save a model to {folder} ({failures[0]}); free space, or use another folder"
         )
 
 
-def _exchange(value: T) -> list[T]:
+def exchange(value: T) -> list[T]:
     """Gather the values of all processes, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

@@ -22,6 +22,7 @@ from ms_align.settings import integer, valid_path
 from ms_align.streams.folders import (
     first_batches,
     folders_of,
+    have_media,
     held_out_prompts,
     without_held_out,
 )
@@ -240,7 +241,8 @@ class OfflineTrainer(Trainer):
         )
 
     def _samples(self, folders: Any) -> SamplePrompts | None:
-        if not self.eval_samples:
+        # Responses are generated from text alone.
+        if not self.eval_samples or have_media(folders):
             return None
         prompts, tokenizer = held_out_prompts(folders, self.eval_samples)
         # Half of the row for the prompt, so that the response fits as well.

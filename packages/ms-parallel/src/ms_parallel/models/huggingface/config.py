@@ -19,6 +19,10 @@ from ms_parallel.models.config import SIZE_LIMITS, TOKENS, TokenId, token_ids
 from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.huggingface.experts import mixture_of
 
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+AUDIO_TYPES = ("qwen2_audio",)
+MULTIMODAL_TYPES = (*VISION_TYPES, *AUDIO_TYPES)
+"""`model_type`s of `MultimodalModel`."""
 MAX_LAYERS = 1000
 """Limit on the layer count: all layers are built on the meta device before weights are read."""
 LAYER_TYPES = frozenset(
@@ -248,6 +252,11 @@ def settings_of(document: str) -> Any:
     """Build transformers' configuration from the text of a config.json."""
     package, content = transformers(), json.loads(document, object_hook=_number)
     model_type = content.pop("model_type", None)
+    if model_type in MULTIMODAL_TYPES:
+        raise ModelError(
+            f"{model_type} reads images or audio, which text training cannot use; train it with"
+            " `ms-align sft` and `layout = { data = 1 }`, or with an Engine of its folder"
+        )
     if not is_supported_by_transformers(model_type):
         raise ModelError(
             f"model_type {repr(model_type)[:60]} is not supported: neither ms-parallel nor"
