@@ -27,6 +27,7 @@ MAX_LINES, MAX_FILES_PER_FOLDER = 150, 14
 NEEDS = {
     "align/calculator_tool.py": ("transformers", "tokenizers"),
     "align/evaluate.py": ("lm_eval", "onnxruntime", "onnx"),
+    "align/sound.py": ("transformers", "tokenizers", "soundfile"),
     "compress/qat_to_gguf.py": ("gguf",),
     "data/transformers_trainer.py": ("transformers", "accelerate"),
     "profile/trackers.py": ("wandb", "mlflow", "sqlalchemy", "tensorboard"),

@@ -1,10 +1,11 @@
-"""Teach a tiny Qwen2-Audio to tell tones apart: sound files, shards, training, transformers.
+"""How do I train a model on sound?
 
-    python examples/align/sound.py --steps 120
+    python examples/align/sound.py --steps 60
 
-Everything is made here: tones with numpy and soundfile, a tokenizer, and a model with random
-weights. The loss of the answers falls from about 4 to below 0.3, and the saved model, opened by
-transformers, names tones that it has not heard.
+Everything is made here: tones with numpy and soundfile, a tokenizer, a processor, and a tiny
+Qwen2-Audio with random weights. `ms_data.build` turns conversations about sound files into shards,
+`SFTTrainer` trains on the answers, and transformers opens the result and names tones that it has
+not heard. The output shows how the loss falls, and the fraction of correct names.
 """
 
 import argparse
@@ -17,8 +18,8 @@ import tokenizers
 import torch
 import transformers
 
-import ms_align
-import ms_data
+from ms_align import SFTTrainer
+from ms_data import build
 
 RATE_HZ = 16_000
 TONES = {"low": (200, 350), "middle": (700, 1000), "high": (2000, 3000)}
@@ -111,18 +112,18 @@ def accuracy(folder: Path, count: int, seed: int) -> float:
     return correct / count
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write the data and the model, train, and test the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("sound"), help="output folder")
-    parser.add_argument("--steps", type=int, default=120)
-    arguments = parser.parse_args()
-    out, steps = arguments.folder, arguments.steps
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("sound"))
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args(arguments)
+    out, steps = options.folder, options.steps
     write_model(out / "model")
     write_corpus(out / "corpus", count=240, seed=0)
     model = out / "model"
-    ms_data.build(out / "corpus", tokenizer=model, out=out / "shards", chat=model, processor=model)
-    trainer = ms_align.SFTTrainer(
+    build(out / "corpus", tokenizer=model, out=out / "shards", chat=model, processor=model)
+    trainer = SFTTrainer(
         model=str(model),
         layout={"data": 1},
         sequence_length=256,
