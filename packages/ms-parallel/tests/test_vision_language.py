@@ -2,6 +2,7 @@
 
 import io
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from vision_language_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
 
 import ms_data
+from ms_data.media.processor import MediaItem
+from ms_data.streams.media import _BatchItem, _positions_thw
 from ms_parallel import Engine, Layout, ModelError, NextTokenLoss
 from ms_parallel.models import MultimodalModel, TransformersModel
 from ms_parallel.models.batch import slice_rows
@@ -154,6 +157,53 @@ def test_two_processes_have_the_losses_of_one_process(shards: Path, size: int | 
     )
     for losses in ranks:
         assert losses == pytest.approx(expected, abs=1e-5)  # sums over rows in a different order
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_video_after_an_image_has_the_logits_and_gradients_of_transformers(
+    shards: Path, model_type: str
+) -> None:
+    """The grid is higher than its time positions, where the positions of transformers agree."""
+    torch.set_num_threads(1)
+    reference, model = tiny(model_type, shards), MultimodalModel(tiny(model_type, shards))
+    config = reference.config
+    image, video = (1, 4, 6), (2, 6, 8)  # patches in time, height and width
+    image_ids, video_ids = [config.image_token_id] * 6, [config.video_token_id] * 24
+    tokens = torch.tensor([[10, 20, *image_ids, 21, 11, 20, *video_ids, 21, 12, 13, 14]])
+    kinds = (tokens == config.image_token_id) + 2 * (tokens == config.video_token_id)
+    inputs = {
+        "pixel_values": torch.randn(24, 1176),
+        "image_grid_thw": torch.tensor([image]),
+        "pixel_values_videos": torch.randn(96, 1176),
+        "video_grid_thw": torch.tensor([video]),
+    }
+    timing: dict[str, Tensor] = {}
+    step = Fraction(1)
+    if model_type == "qwen2_5_vl":
+        step = Fraction(2)
+        timing["second_per_grid_ts"] = torch.tensor([2 / config.vision_config.tokens_per_second])
+    items = [
+        _BatchItem(MediaItem("image", b"", 6, image), (0, 2, 8)),
+        _BatchItem(MediaItem("video", b"", 24, video), (0, 11, 35), step),
+    ]
+    positions = np.arange(tokens.shape[1])[None]
+    media = {**inputs, "positions_thw": torch.from_numpy(_positions_thw(positions, items, 2))}
+    logits = model(tokens, documents=torch.zeros_like(tokens, dtype=torch.int32), media=media)
+    expected = reference(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        mm_token_type_ids=kinds.int(),
+        use_cache=False,
+        **inputs,
+        **timing,
+    ).logits
+    assert (logits - expected).abs().max() < 1e-5  # float32 sums in another order
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        scale = max(1.0, float(grads[name].abs().max()))
+        assert float((parameter.grad - grads[name]).abs().max()) < 1e-5 * scale, name
 
 
 def test_other_positions_give_another_loss(shards: Path) -> None:
