@@ -2,7 +2,7 @@
 
 It prints its address, generates with the model in FOLDER, and loads other weights as vLLM does. It
 ends when its standard input closes. With vLLM's own arguments --model and --port it runs until it
-is killed, and writes its process id to the file in FAKE_VLLM_PID.
+is killed, and writes its process id to the file in FAKE_VLLM_PID if that is set.
 
 POST /fault {"name": NAME, "times": N} makes the next N requests that the fault concerns misbehave;
 POST /stepwise {"delay_s": S} makes it sample one token at a time, so that weights may change in the
@@ -284,6 +284,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"data": [{"id": n, "max_model_len": 128} for n in names]})
         if self.path == "/health":
             return self.answer(None)
+        if self.path == "/weight_info":
+            return self.answer({"weight_version": self.model.version})
         if self.path == GENERATE:
             answer = self.model.respond(body)
             spoil(fault, answer, body)
@@ -397,7 +399,8 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     if port:
-        Path(os.environ["FAKE_VLLM_PID"]).write_text(str(os.getpid()))
+        if pid_file := os.environ.get("FAKE_VLLM_PID"):
+            Path(pid_file).write_text(str(os.getpid()))
         server.serve_forever()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")

@@ -195,6 +195,47 @@ def test_responses_do_not_depend_on_the_number_of_servers(
         servers[1].close()
 
 
+def test_a_running_server_that_comes_back_gets_the_newest_weights(
+    tmp_path: Path, server: FakeServer, start: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed after the first rollout and started again with other weights: the same updates.
+
+    The second failure exceeds max_restarts = 1 and ends the run in one line.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = str(Path(__file__).with_name("fake_vllm.py"))
+    command = [sys.executable, script, "--model", str(start), "--port", str(port)]
+    running = [subprocess.Popen(command)]
+    rewarded: list[int] = []
+
+    def kills(samples: Sequence[Sample]) -> list[float]:
+        rewarded.append(len(samples))
+        if len(rewarded) in (1, 3):
+            running[-1].kill()
+            running[-1].wait()
+            if len(rewarded) == 1:
+                running.append(subprocess.Popen(command))
+        return spread(samples)
+
+    run = settings(tmp_path / "calm", server, num_generations=4, reward_model=spread, steps=3)
+    GRPOTrainer(**run).optimize(PROMPTS)
+    vllm = {"url": f"http://127.0.0.1:{port}", "max_restarts": 1, "start_timeout_s": 60.0}
+    run = settings(
+        tmp_path / "killed", server, num_generations=4, reward_model=kills, steps=5, vllm=vllm
+    )
+    with socket.socket() as probe:  # the first start
+        while probe.connect_ex(("127.0.0.1", port)):
+            time.sleep(0.05)
+    with pytest.raises(ServerError, match=r"vllm\.max_restarts = 1 times and failed once more"):
+        GRPOTrainer(**run).optimize(PROMPTS)
+    calm, killed = (events(tmp_path / name, "step") for name in ("calm", "killed"))
+    assert len(calm) == len(killed) == 3
+    assert [step["loss"] for step in killed] == [step["loss"] for step in calm]
+    assert "restart 1 of 1" in caplog.text
+
+
 def test_two_processes_get_the_rollouts_of_one(tmp_path: Path, server: FakeServer) -> None:
     """The first process sends the requests; losses agree within 1e-5, and a failure ends both."""
     save_model(decoder(), tmp_path / "start")
@@ -438,6 +479,7 @@ def test_a_server_that_is_missing_or_of_another_model_ends_the_run(
         ({"url": "http://a:1", "weight_update": "nccl"}, "weight_update is 'nccl'"),
         ({"url": "http://a:1", "api_key_env": f"{KEY}"}, "must be the name of an environment"),
         ({"url": "http://a:1", "retries": -1}, "retries must be an integer"),
+        ({"url": "http://a:1", "max_restarts": -1}, "max_restarts must be an integer"),
         ({"url": "http://a:1", "timeout_s": 0}, "timeout_s must be a number"),
         ({"url": "http://a:1", "tiemout_s": 9}, "did you mean 'timeout_s'"),
         (5, "vllm must be VllmOptions or a table"),

@@ -74,6 +74,8 @@ class VllmClient:
                 Connection(url, key_variable=options.api_key_env, timeout_s=options.timeout_s),
                 name=options.model,
                 vocabulary=vocabulary,
+                max_restarts=options.restarts,
+                start_timeout_s=options.start_timeout_s,
             )
             for url in options.addresses
         ]

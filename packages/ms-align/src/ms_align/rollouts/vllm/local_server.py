@@ -1,11 +1,9 @@
 """A vLLM server that this process starts, restarts after a failure, and stops at the end."""
 
-import logging
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +12,8 @@ from ms_align.errors import ServerError
 from ms_align.files.durable import writing
 from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
 from ms_align.rollouts.vllm.options import VllmOptions
-from ms_align.rollouts.vllm.server import Server
+from ms_align.rollouts.vllm.server import POLL_S, Server
 from ms_align.secret_text import without_secrets
-
-logger = logging.getLogger(__name__)
 
 # vLLM's engine is a child of its API server, and outlives it if that is killed. The guard puts both
 # into one process group and kills the group when its standard input closes, which happens however
@@ -29,7 +25,6 @@ threading.Thread(target=lambda: (sys.stdin.buffer.read(), kill()), daemon=True).
 print("exit code", subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL), flush=True)
 kill()
 """
-POLL_S = 0.25
 
 
 class LocalServer(Server):
@@ -46,23 +41,25 @@ class LocalServer(Server):
             Connection("http://127.0.0.1:0", key_variable="", timeout_s=options.timeout_s),
             name=options.model or "policy",
             vocabulary=vocabulary,
+            max_restarts=options.restarts,
+            start_timeout_s=options.start_timeout_s,
         )
         self.options = options
         self.log_path = log_path
-        self.model_folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        self._closed = False
-        self._lock = threading.Lock()
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Load weights from a folder; the first call starts the server with them."""
-        if self._guard is None:
+        """Load weights from a folder; the first call starts the server with them.
+
+        With `weight_update = "restart"`, every call does.
+        """
+        if self._guard is None or self.options.weight_update == "restart":
+            self.stop()
             self.start(folder)
             self.connection.post("/update_weight_version", {"new_version": str(version)}, dict)
             self.newest = self.version = version
             return
         super().load_weights(folder, version)
-        self.model_folder = folder
 
     def start(self, model_folder: Path) -> None:
         """Start the server with the model in a folder and wait until it answers.
@@ -124,16 +121,12 @@ class LocalServer(Server):
         """Restart the server with its newest weights, unless it is healthy.
 
         Raises:
-            ServerError: it does not start.
+            ServerError: it does not start, or no restart is left.
         """
         with self._lock:  # several requests fail at once, and one restart is enough
             if self._guard is None or self.model_folder is None or self._is_healthy():
                 return
-            logger.warning(
-                "the vLLM server failed (%s); it is restarted, see %s",
-                self._last_line(),
-                self.log_path,
-            )
+            self._count_restart(f"{self._last_line()}, see {self.log_path}")
             self.stop()
             self.start(self.model_folder)
             if self.version is not None:
@@ -142,7 +135,6 @@ class LocalServer(Server):
 
     def close(self) -> None:
         """Abort the requests in progress and stop the server."""
-        self._closed = True
         super().close()
         self.stop()
 
@@ -154,13 +146,7 @@ class LocalServer(Server):
             self._guard.wait()
 
     def _is_healthy(self) -> bool:
-        if self._guard is None or self._guard.poll() is not None:
-            return False
-        try:
-            self.connection.get("/health", type(None))
-        except ServerError:
-            return False
-        return True
+        return self._guard is not None and self._guard.poll() is None and super()._is_healthy()
 
     def _last_line(self) -> str:
         """Return the last error line of the server's output, or its last line."""

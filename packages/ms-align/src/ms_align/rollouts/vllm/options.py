@@ -98,13 +98,17 @@ class VllmOptions:
     """Addresses of several running servers; prompts are spread evenly over them."""
     python: Path | None = field(default=None, converter=as_path, validator=_python)
     """Python of an environment with vLLM. The run starts a server on this machine with it, restarts
-    the server if it fails, and stops it at the end."""
+    the server if it fails, up to `max_restarts` times, and stops it at the end."""
     arguments: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_arguments)
     """Additional arguments of the started server, such as `["--dtype", "float32"]`."""
     model: str | None = field(default=None, validator=text(optional=True))
     """Name under which the servers offer the model. Default: the only model that they offer."""
-    weight_update: Literal["folder"] = field(default="folder", validator=one_of("folder"))
-    """Transfer of new weights: `folder` saves them where the servers can read them."""
+    weight_update: Literal["folder", "restart"] = field(
+        default="folder", validator=one_of("folder", "restart")
+    )
+    """Transfer of new weights, which are saved where the servers can read them: `folder` loads them
+    into the running servers; `restart` starts the server of `python` again with them, for models
+    that vLLM does not reload completely."""
     in_flight_weight_updates: bool = field(default=False, validator=flag)
     """With max_staleness above 0, load new weights while responses are in progress, which continue
     with the new weights. Default: wait for responses in progress."""
@@ -116,7 +120,13 @@ class VllmOptions:
     timeout_s: float = field(default=600.0, validator=number(minimum=0.1, maximum=1e6))
     """Time limit of a request."""
     start_timeout_s: float = field(default=600.0, validator=number(minimum=0.1, maximum=1e6))
-    """Time limit for starting a server."""
+    """Time limit for starting a server, and for waiting until a failed one is back."""
+    max_restarts: int | None = field(
+        default=None, validator=integer(minimum=0, maximum=10**6, optional=True)
+    )
+    """Restarts of a failed server per run. A server that the run started is started again; for a
+    running one, the run waits up to `start_timeout_s` until it is back, and loads the newest
+    weights again. Default: 10 with `python`, otherwise 0."""
     retries: int = field(default=5, validator=integer(minimum=0, maximum=100))
     """Number of retries of a request whose connection failed; the wait doubles each time."""
     retry_wait_s: float = field(default=1.0, validator=number(maximum=3600.0))
@@ -138,10 +148,28 @@ class VllmOptions:
                 "and pass them where you start the server"
             )
 
+        if self.weight_update == "restart" and not self.python:
+            raise ConfigError(
+                "vllm.weight_update = 'restart' needs a server that the run starts; set vllm.python"
+                " or weight_update = 'folder'"
+            )
+        if self.weight_update == "restart" and self.in_flight_weight_updates:
+            raise ConfigError(
+                "vllm.in_flight_weight_updates needs weight_update = 'folder', as a restart ends "
+                "the responses in progress; remove one"
+            )
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the running servers; empty for a server that is started here."""
         return (self.url,) if self.url else self.urls
+
+    @property
+    def restarts(self) -> int:
+        """Permitted restarts of each server."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return 10 if self.python is not None else 0
 
 
 def vllm_options(value: Any) -> VllmOptions | None:

@@ -6,8 +6,12 @@ log-probability would be trained on without any other sign.
 
 import base64
 import io
+import logging
 import math
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ from ms_align.generation.routing import RoutedLayers
 from ms_align.generation.sampling import Sampling
 from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
 
+logger = logging.getLogger(__name__)
+
 GENERATE = "/inference/v1/generate"
 ANSWER_BYTES = 1 << 16
 """Bytes of an answer besides its tokens."""
@@ -31,6 +37,10 @@ EXPERT_BYTES = 16
 """Upper bound of the bytes per expert of a token; base64 of int64 needs 11."""
 MAX_LOGPROB = 1e-3
 """Largest log-probability that rounding explains."""
+INITIAL_VERSION = "default"
+"""Weight version of a server before the first weight update."""
+POLL_S = 0.25
+"""Wait between two checks whether a server is back."""
 
 
 class _Model(msgspec.Struct):
@@ -67,6 +77,10 @@ class _Choice(msgspec.Struct):
     """Base64 of a .npy file with (tokens of prompt and response - 1, layers, k) integers."""
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
 class _Generated(msgspec.Struct):
     choices: list[_Choice]
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
@@ -94,12 +108,30 @@ class Server:
         connection: connection to the server.
         name: name of the model; None for the only one that the server offers.
         vocabulary: vocabulary size of the policy; None skips the check of token ids.
+        max_restarts: number of times that the run waits for a failed server to be back.
+        start_timeout_s: time limit of each wait.
     """
 
-    def __init__(self, connection: Connection, *, name: str | None, vocabulary: int | None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        name: str | None,
+        vocabulary: int | None,
+        max_restarts: int = 0,
+        start_timeout_s: float = 600.0,
+    ) -> None:
         self.connection = connection
         self.name = name
         self.vocabulary = vocabulary
+        self.max_restarts = max_restarts
+        self.start_timeout_s = start_timeout_s
+        self.restarts = 0
+        """Restarts so far."""
+        self.model_folder: Path | None = None
+        """Folder of the newest weights."""
+        self._lock = threading.Lock()
+        self._closed = False
         self.context: int | None = None
         """Maximum tokens of prompt and response; None before `open`."""
         self.version: int | None = None
@@ -134,11 +166,82 @@ class Server:
         self.name, self.context = served.id, served.max_model_len
 
     def recover(self) -> None:
-        """Prepare for another attempt; only a server that this process started restarts."""
+        """Wait until a failed server is back, and load the newest weights if it was restarted.
+
+        Without restarts left for a server that does not answer, the next attempt decides.
+
+        Raises:
+            ServerError: the server is not back within the time limit, or cannot load the weights.
+        """
+        with self._lock:  # several requests fail at once, and one wait is enough
+            if not self.max_restarts or self.context is None:
+                return
+            if not self._is_healthy():
+                self._count_restart("its requests failed")
+                self._wait_until_back()
+            elif self._has_newest_weights():
+                return
+            else:
+                self._count_restart("it was restarted and has other weights")
+            if self.version is not None and self.model_folder is not None:
+                self.load_weights(self.model_folder, self.version)
 
     def close(self) -> None:
         """Abort the requests in progress."""
+        self._closed = True
         self.connection.close()
+
+    def _count_restart(self, reason: str) -> None:
+        """Count a restart.
+
+        Raises:
+            ServerError: no restart is left.
+        """
+        if self.restarts >= self.max_restarts:
+            raise ServerError(
+                f"{self} may be restarted vllm.max_restarts = {self.max_restarts} times and failed "
+                f"once more ({reason}); see the server's log, or raise vllm.max_restarts"
+            )
+        self.restarts += 1
+        logger.warning(
+            "the vLLM server %s failed (%s); restart %d of %d",
+            self,
+            reason,
+            self.restarts,
+            self.max_restarts,
+        )
+
+    def _wait_until_back(self) -> None:
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            with suppress(ConnectionLostError):
+                self.open()
+                return
+            if self._closed or time.monotonic() > deadline:
+                raise ServerError(
+                    f"{self} must be back within {self.start_timeout_s:g} s and is not; restart "
+                    "it, or raise vllm.start_timeout_s"
+                )
+            time.sleep(POLL_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            self.connection.get("/health", type(None))
+        except ServerError:
+            return False
+        return True
+
+    def _has_newest_weights(self) -> bool:
+        """Tell whether the server has the version that was loaded last."""
+        if self.version is None:
+            return True
+        try:
+            return self.connection.get("/weight_info", _WeightInfo).weight_version in (
+                str(self.version),
+                str(self.newest),
+            )
+        except ServerError:
+            return False
 
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, count: int, seed: int
@@ -226,7 +329,13 @@ class Server:
         self.newest = version
         for path, body in steps:
             try:
-                self.connection.post(path, body, Any)
+                answer = self.connection.post(path, body, Any)
+                if path == "/reset_prefix_cache" and answer != {"success": True}:
+                    # vLLM keeps the cache while a request of another client uses it.
+                    raise ConnectionLostError(
+                        f"{self}{path} must drop the cache of the old weights and did not; make "
+                        "sure that no other run uses this server"
+                    )
             except ConnectionLostError as error:
                 raise type(error)(
                     f"{error}; new weights are in {folder}, which the server must be able to read "
@@ -237,7 +346,7 @@ class Server:
                     f"{error}; weight updates need a server that was started with "
                     "VLLM_SERVER_DEV_MODE=1"
                 ) from error
-        self.version = version
+        self.version, self.model_folder = version, folder
 
     def _generate(self, prompt: Sequence[int], params: dict[str, Any], limit: int) -> _Generated:
         body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
@@ -362,6 +471,11 @@ class Server:
         expected = allowed[0] if oldest == newest else f"{oldest} to {newest}"
         versions: list[int] = []
         for span in spans:
+            if span.version == INITIAL_VERSION and self.max_restarts:
+                raise ConnectionLostError(
+                    f"{self} must have weights of version {expected} and has those that it started "
+                    "with; raise vllm.max_restarts if it was restarted"
+                )
             if span.version not in allowed or (versions and int(span.version) < versions[-1]):
                 raise self._unusable(
                     f"must be sampled with weights of version {expected} but has version "
