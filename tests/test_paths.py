@@ -77,6 +77,7 @@ TEXT_FIELDS = {
         "f_divergence_type",
         "importance_sampling_level",
         "teacher_layout",
+        "teacher_weights",
         "url",
         "urls",
         "api_key_env",

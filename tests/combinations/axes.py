@@ -186,7 +186,7 @@ FIXED = {
     " tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table with its own tests": "model_config cluster devices text_column"
-    " task_weights held_out response_dataset stop_token_ids tuning",
+    " task_weights teacher_weights held_out response_dataset stop_token_ids tuning",
     "only an object store, with its own tests": "dataset_cache dataset_cache_mib checkpoint_store",
     "only how the server of rollouts is reached, with its own tests": "vllm.*",
     "only with a chat template, with its own tests": "tools environment agent tool_limits"

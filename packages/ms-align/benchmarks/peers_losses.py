@@ -288,7 +288,7 @@ def compare_gkd(case: dict[str, Any]) -> float:
     loss.backward()
     theirs = (loss.item(), gradients(model))
     ours = GKDLoss(**case, first=3)
-    batch = {"targets": targets, "teacher_logits": teacher_logits[:, 3:13]}
+    batch = {"targets": targets, "teacher_logits": teacher_logits[:, 3:13, None]}
     output: Any = LogitsOutput(model(tokens).logits)
     value = ours(output, batch)[0] / ours.weight(batch)
     value.backward()

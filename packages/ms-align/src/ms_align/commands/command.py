@@ -84,7 +84,8 @@ def _import(location: str) -> Any:
 
 DATASET = Key(
     name="dataset",
-    meaning="Folder written by `ms-data build --chat-template`; for `sft` also a table of several.",
+    meaning="Folder written by `ms-data build --chat-template`; for `sft` and `gkd` also a table of"
+    " several.",
     kind="str | dict",
     required=True,
 )

@@ -75,9 +75,9 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
         raise ConfigError(f"{where}: {error}") from error
     _check_options(command, names, settings, where)
     for key in MODELS:
-        name = settings.get(key)
-        if isinstance(name, str) and (problem := missing_model(name)) is not None:
-            raise ConfigError(f"{where}: {key} must be a local folder: {problem}")
+        for name in _texts(settings.get(key)):
+            if (problem := missing_model(name)) is not None:
+                raise ConfigError(f"{where}: {key} must be a local folder: {problem}")
     for name in _texts(settings.get("reward_model")):
         module, colon, _ = name.partition(":")
         top = module.partition(".")[0]

@@ -3,9 +3,11 @@
 This module does not import torch, so that a mistake in a run file is reported at once.
 """
 
+from collections.abc import Mapping
+
 from attrs import field, frozen
 
-from ms_align.settings import flag, integer, number
+from ms_align.settings import flag, integer, number, numbers
 
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
@@ -23,3 +25,8 @@ class GKDOptions:
     """Maximum number of tokens in a generated response."""
     seq_kd: bool = field(default=False, validator=flag)
     """Replace the dataset's responses by the teacher's (sequence-level distillation)."""
+    teacher_weights: Mapping[str, float] | None = field(
+        default=None, validator=numbers(optional=True)
+    )
+    """With a table of teachers: weight of each teacher's divergence, all at every response.
+    Default: each teacher teaches the responses of the dataset with its name."""

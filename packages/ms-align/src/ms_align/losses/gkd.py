@@ -48,13 +48,15 @@ def divergences(
 
 @frozen(kw_only=True)
 class GKDLoss:
-    """Mean divergence over target tokens.
+    """Mean divergence over target tokens; with several teachers, the weighted sum Σ w·D.
 
-    Reads `targets`, `teacher_logits` (B, W, V), and optionally `weights` (B, S).
+    Reads `targets`, `teacher_logits` (B, W, T, V) of T teachers, and optionally `weights` (B, S).
     """
 
     beta: float
     temperature: float
+    teacher_weights: tuple[float, ...] = (1.0,)
+    """w of each teacher."""
     first: int = 0
     """First column with a target; `teacher_logits` starts there."""
 
@@ -78,13 +80,15 @@ class GKDLoss:
         student, teacher = output.logits(columns), teacher[:, : stop - self.first]
         mask = batch["targets"][:, columns] != IGNORED  # (B, W)
         tokens = mask.flatten().nonzero()[:, 0]
-        values = divergences(
-            student.flatten(0, 1),
-            teacher.flatten(0, 1),
-            tokens,
-            beta=self.beta,
-            temperature=self.temperature,
-        )
+        values = torch.zeros(len(tokens), device=student.device)
+        for index, weight in enumerate(self.teacher_weights):
+            values = values + weight * divergences(
+                student.flatten(0, 1),
+                teacher[:, :, index].flatten(0, 1),  # a view
+                tokens,
+                beta=self.beta,
+                temperature=self.temperature,
+            )
         per_token = torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values)
         return (per_token * token_weights(batch, per_row=False)[:, columns]).sum(1)
 

@@ -50,9 +50,9 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
 
     algorithm = "gkd"
 
-    teacher_model: Any = field(validator=valid_path(objects=True))
-    """Teacher: a folder; in Python also a module or an Engine. It must have the tokenizer of the
-    student."""
+    teacher_model: Any = field(validator=valid_path(objects=True, multiple=True))
+    """Teacher: a folder, or a table of several by name; in Python also modules or Engines. It must
+    have the tokenizer of the student."""
     teacher_layout: Any = field(default=None, validator=_check_teacher_layout)
     """Ranks of the teacher per ms-parallel axis; the data ranks must equal those of `layout`.
     Default: `layout`."""
@@ -65,7 +65,62 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
             ConfigError: the rows of generated responses do not fit the student's context, or the
                 layouts have different data ranks.
         """
-        folder = folder_of(self.teacher_model)
+        models = self.teacher_model
+        teachers = {
+            name: self._teacher(model, engine, data)
+            for name, model in (models if isinstance(models, Mapping) else {"": models}).items()
+        }
+        weights = self._teacher_weights(list(teachers))
+        # By source, the teacher of each; with weights, all of them.
+        of_task = None if weights else self._teacher_of_task(list(teachers), data.stream)
+        return GKDLearner(
+            engine,
+            data,
+            ends,
+            self.subset(GKDOptions),
+            teachers,
+            weights=weights or (1.0,),
+            of_task=of_task,
+            seed=self.seed,
+        )
+
+    def _teacher_weights(self, names: Sequence[str]) -> tuple[float, ...]:
+        """Return the weight of each teacher; empty if each teaches its own dataset."""
+        if not isinstance(self.teacher_model, Mapping):
+            if self.teacher_weights is not None:
+                raise ConfigError(
+                    "teacher_weights needs several teachers, and teacher_model is one; write it as "
+                    "a table of names and folders, or remove teacher_weights"
+                )
+            return (1.0,)
+        if not names:
+            raise ConfigError("teacher_model is an empty table; add a teacher")
+        if self.seq_kd:
+            raise ConfigError(
+                "seq_kd needs one teacher, and teacher_model is a table; remove one of them"
+            )
+        if self.teacher_weights is None:
+            return ()
+        if sorted(self.teacher_weights) != sorted(names) or not any(self.teacher_weights.values()):
+            raise ConfigError(
+                f"teacher_weights must have a weight for each of the teachers {sorted(names)}, not "
+                f"all 0, got {dict(self.teacher_weights)}; correct it"
+            )
+        return tuple(float(self.teacher_weights[name]) for name in names)
+
+    def _teacher_of_task(self, names: Sequence[str], stream: Any) -> list[int]:
+        """Return the index of the teacher of each source of the data."""
+        sources = list(getattr(stream, "names", ()))
+        if sorted(sources) != sorted(names):
+            raise ConfigError(
+                f"teacher_model must have one teacher for each dataset {sorted(sources)}, got "
+                f"{sorted(names)}; use the same names in `dataset`, or set teacher_weights"
+            )
+        return [list(names).index(source) for source in sources]
+
+    def _teacher(self, model: Any, engine: Engine, data: TrainingData) -> Engine:
+        """Start the engine of a teacher; check that it matches the student and the data."""
+        folder = folder_of(model)
         if folder is not None and folder.is_dir():
             check_same_tokenizer(
                 self._tokenizer(data.stream),  # the student's, or else the dataset's
@@ -75,7 +130,7 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
                 remedy="use a teacher of the same model family",
             )
         starter = self if self.teacher_layout is None else evolve(self, layout=self.teacher_layout)
-        teacher = starter.start_engine(self.teacher_model, trained=False)
+        teacher = starter.start_engine(model, trained=False)
         if (teacher.data_rank, teacher.data_ranks) != (engine.data_rank, engine.data_ranks):
             raise ConfigError(
                 f"teacher_layout must have {engine.data_ranks} data ranks like layout, got "
@@ -89,13 +144,13 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
             )
         longest = (self.sequence_length or 0) + self.max_new_tokens
         generates = self.lmbda > 0 or self.seq_kd
-        for name, model in (("model", engine), ("teacher_model", teacher)):
-            if generates and model.context is not None and longest > model.context:
+        for name, each in (("model", engine), ("teacher_model", teacher)):
+            if generates and each.context is not None and longest > each.context:
                 raise ConfigError(
-                    f"sequence_length + max_new_tokens must be at most {model.context}, the "
+                    f"sequence_length + max_new_tokens must be at most {each.context}, the "
                     f"context of {name}, got {longest}; lower max_new_tokens or sequence_length"
                 )
-        return GKDLearner(engine, data, ends, self.subset(GKDOptions), teacher, seed=self.seed)
+        return teacher
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
         """Open the conversations of the dataset folders, one per row."""
@@ -132,26 +187,40 @@ class GKDLearner(OfflineLearner):
         data: TrainingData,
         ends: TextEnds,
         options: GKDOptions,
-        teacher: Engine,
+        teachers: Mapping[str, Engine],
         *,
+        weights: Sequence[float],
+        of_task: Sequence[int] | None,
         seed: int,
     ) -> None:
         super().__init__(engine, data, ends)
         self.options = options
-        self.teacher = teacher
+        self.teachers = teachers
+        self.weights = tuple(weights)
+        """Weight of each teacher whose logits are in a batch."""
+        self.of_task = of_task
+        """Index of the teacher of each source; None if all teach every response."""
         self.seed = seed
         self.source = "data"
         """Author of the last batch's responses: `student`, `teacher` or `data`."""
         self._first = 0
         self.identity = {
             "policy": weights_checksum(engine),
-            "teacher": weights_checksum(teacher),
+            **{
+                f"teacher {name}".strip(): weights_checksum(teacher)
+                for name, teacher in teachers.items()
+            },
         }
 
     def loss(self) -> GKDLoss:
         """Return the loss of the next update."""
         options = self.options
-        return GKDLoss(beta=options.beta, temperature=options.temperature, first=self._first)
+        return GKDLoss(
+            beta=options.beta,
+            temperature=options.temperature,
+            teacher_weights=self.weights,
+            first=self._first,
+        )
 
     def next_batch(self) -> Mapping[str, Any]:
         """Read the next batch, replace its responses if needed, and add the teacher's logits."""
@@ -165,7 +234,8 @@ class GKDLearner(OfflineLearner):
             rows = self._respond(rows, generator_of(self.engine), seed)
         elif self.options.seq_kd:
             self.source = "teacher"
-            rows = self._respond(rows, generator_of(self.teacher), seed)
+            (teacher,) = self.teachers.values()
+            rows = self._respond(rows, generator_of(teacher), seed)
         return self._with_teacher_logits(rows)
 
     def observe(self, update: StepReport, log: RunLog) -> Mapping[str, float]:
@@ -205,10 +275,17 @@ class GKDLearner(OfflineLearner):
         batch = sequences(prompts, responses, min_tokens=longest, parts=self.engine.row_parts)
         targets = batch["targets"].masked_fill(~is_target.any(1)[:, None], IGNORED)
         weights = rows["weights"].amax(1, keepdim=True) * (targets != IGNORED)
-        return {"tokens": batch["tokens"], "targets": targets, "weights": weights}
+        result = {"tokens": batch["tokens"], "targets": targets, "weights": weights}
+        return {**result, "task": rows["task"]} if "task" in rows else result
 
     def _with_teacher_logits(self, rows: Batch) -> dict[str, Tensor]:
-        """Add `teacher_logits` (B, W, V), from the first to the last column with a target."""
+        """Add `teacher_logits` (B, W, T, V), from the first to the last column with a target.
+
+        T is the number of teachers with weights. If each teaches its own dataset, T is 1, and each
+        row has the logits of its teacher; every teacher scores all rows, as that is collective.
+        """
+        rows = dict(rows)
+        task = rows.pop("task", None)
         columns = (rows["targets"] != IGNORED).any(0).nonzero()[:, 0]
         first, width = 0, 1
         if len(columns):
@@ -221,12 +298,31 @@ class GKDLearner(OfflineLearner):
 
         self._first = first
         inputs = {name: column for name, column in rows.items() if name != "weights"}
-        return {**rows, "teacher_logits": self.teacher.evaluate(inputs, target_logits)}
+        merged: Tensor | None = None
+        for index, teacher in enumerate(self.teachers.values()):
+            logits = teacher.evaluate(inputs, target_logits)
+            if merged is None:
+                if self.of_task is None and len(self.weights) > 1:
+                    batch, columns_read, vocabulary = logits.shape
+                    merged = logits.new_empty(batch, columns_read, len(self.weights), vocabulary)
+                else:
+                    merged = logits[:, :, None]  # by dataset, rows of other teachers follow
+            # Teachers may pad their embeddings differently.
+            vocabulary = min(merged.shape[3], logits.shape[2])
+            merged, logits = merged[..., :vocabulary], logits[..., :vocabulary]
+            if self.of_task is not None:
+                assert task is not None  # a stream with names has it
+                is_own = torch.tensor(self.of_task)[task].to(logits.device) == index
+                merged[is_own, :, 0] = logits[is_own].to(merged.dtype)
+            elif len(self.weights) > 1:
+                merged[:, :, index] = logits
+        assert merged is not None  # there is at least one teacher
+        return {**rows, "teacher_logits": merged}
 
 
 def _columns(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the columns of conversations that distillation reads."""
     columns = {name: torch.as_tensor(value) for name, value in batch.items()}
     columns.setdefault("weights", (columns["targets"] != IGNORED).float())
-    names = ("tokens", "targets", "positions", "documents", "weights")
+    names = ("tokens", "targets", "positions", "documents", "weights", "task")
     return {name: columns[name] for name in names if name in columns}

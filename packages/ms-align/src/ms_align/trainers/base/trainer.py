@@ -142,7 +142,13 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
         """Run a learner until the end or a stop signal, and write the trained model."""
         # A NaN in the initial weights would only show as skipped updates.
         check_finite(engine)
-        models = {name: getattr(self, name) for name in MODELS if hasattr(self, name)}
+        models: dict[str, Any] = {}
+        for name in MODELS:
+            model = getattr(self, name, None)
+            several = model.items() if isinstance(model, Mapping) else ()
+            models |= {f"{name}.{key}": value for key, value in several}
+            if hasattr(self, name) and not several:
+                models[name] = model
         names = {name: model_name(model) for name, model in models.items()}
         result = Loop(
             learner,
