@@ -77,6 +77,10 @@ class _Choice(msgspec.Struct):
     """Base64 of a .npy file with (tokens of prompt and response - 1, layers, k) integers."""
 
 
+class _CacheReset(msgspec.Struct):
+    success: bool
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str
 
@@ -329,8 +333,9 @@ class Server:
         self.newest = version
         for path, body in steps:
             try:
-                answer = self.connection.post(path, body, Any)
-                if path == "/reset_prefix_cache" and answer != {"success": True}:
+                if path != "/reset_prefix_cache":
+                    self.connection.post(path, body, Any)
+                elif not self.connection.post(path, body, _CacheReset).success:
                     # vLLM keeps the cache while a request of another client uses it.
                     raise ConnectionLostError(
                         f"{self}{path} must drop the cache of the old weights and did not; make "
