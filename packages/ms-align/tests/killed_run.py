@@ -3,15 +3,14 @@
     python killed_run.py FOLDER TRAINER [KILL_AT [VICTIM]]
 
 Every reward call and every event is a kill point. At kill point number KILL_AT, the process sends
-itself SIGKILL; KILL_AT "5+0.03" does it 0.03 s after the fifth. With VICTIM, a file that contains a
-process id, that process is killed instead at every multiple of KILL_AT, up to 20 times. If
-FAKE_VLLM_URL or FAKE_VLLM_PYTHON is set, GRPOTrainer-ahead generates on a server.
+itself SIGKILL. With VICTIM, a file that contains a process id, that process is killed instead at
+every multiple of KILL_AT, up to 20 times. If FAKE_VLLM_URL or FAKE_VLLM_PYTHON is set,
+GRPOTrainer-ahead generates on a server.
 """
 
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,20 +31,12 @@ def kill_point() -> None:
     """Count a kill point, and kill a process if it is a selected one."""
     global kill_points, kills
     kill_points += 1
-    point, _, delay_s = (sys.argv[3] if len(sys.argv) > 3 else "0").partition("+")
-    if len(sys.argv) == 4 and kill_points == int(point):
-        threading.Timer(float(delay_s or 0), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        if not delay_s:
-            threading.Event().wait()
-    if len(sys.argv) == 5 and kill_points % int(point) == 0 and kills < 20:
-        kills += 1
-        threading.Timer(float(delay_s or 0), kill_victim).start()
-
-
-def kill_victim() -> None:
-    """Kill the process in the file VICTIM, unless it was killed and is not restarted yet."""
-    with suppress(ProcessLookupError):
-        os.kill(int(Path(sys.argv[4]).read_text()), signal.SIGKILL)
+    if len(sys.argv) == 4 and kill_points == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(sys.argv) == 5 and kill_points % int(sys.argv[3]) == 0 and kills < 20:
+        with suppress(ProcessLookupError):  # already killed and not restarted yet
+            os.kill(int(Path(sys.argv[4]).read_text()), signal.SIGKILL)
+            kills += 1
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:

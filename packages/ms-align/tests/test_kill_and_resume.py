@@ -1,10 +1,8 @@
 """After kill -9 at any moment, the same command ends in the weights of an uninterrupted run."""
 
 import os
-import random
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,7 @@ RUNS = ("reference", "killed")
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
 
-def random_moments(seed: int, count: int) -> list[str]:
-    """Return kill points 2 to 7 with a delay of up to 0.05 s, the time of about two updates."""
-    generator = random.Random(seed)
-    points = [(generator.randint(2, 7), generator.uniform(0, 0.05)) for _ in range(count)]
-    return [f"{point}+{delay_s:.4f}" for point, delay_s in points]
-
-
-def run(folder: Path, trainer: str, kill_at: int | str | None = None) -> int:
+def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
     """Launch once and return the exit status."""
     words = [str(SCRIPT), str(folder), trainer, *([] if kill_at is None else [str(kill_at)])]
     result = run_command(words, imports=("ms_align.trainers.ppo",))
@@ -50,7 +41,7 @@ def steps_of(folder: Path) -> dict[int, dict[str, float]]:
     return {e["step"]: {key: e[key] for key in keep} for e in events if e["kind"] == "step"}
 
 
-def kill_and_resume(tmp_path: Path, trainer: str, moments: Sequence[int | str]) -> None:
+def kill_and_resume(tmp_path: Path, trainer: str, moments: list[int]) -> None:
     """Run once undisturbed, in `reference`, and once killed at each of these moments, in `killed`.
 
     Every kill must hit a running process.
@@ -101,7 +92,7 @@ def test_a_killed_run_with_adapters_on_quantized_experts_resumes_bit_for_bit(
 @pytest.mark.slow
 def test_generation_that_runs_ahead_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     """20 moments with the generator's thread, each killed once and resumed."""
-    kill_and_resume(tmp_path, "GRPOTrainer-ahead", random_moments(0, 20))
+    kill_and_resume(tmp_path, "GRPOTrainer-ahead", [2 + moment % 6 for moment in range(20)])
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "reference")
 
 
@@ -111,14 +102,14 @@ def test_generation_that_runs_ahead_survives_a_kill_at_any_moment(tmp_path: Path
 def test_a_run_ahead_on_a_server_survives_20_kills(
     tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer or server is killed 20 times at random; the updates match an uninterrupted run.
+    """The trainer or the server is killed 20 times; the updates match an uninterrupted run.
 
     A running server that dies ends the run in one line, and the same command resumes with another
     server. A server that the run started is restarted, and the run continues.
     """
     save_model(decoder(), tmp_path / "start")
     started = victim == "restarted server"
-    moments = ["5+0.01"] if started else random_moments(1, 20)
+    moments = [5] if started else [2 + kill % 6 for kill in range(20)]
     pid_file = tmp_path / "server.pid"
     monkeypatch.setenv("FAKE_VLLM_PID", str(pid_file))
     script = Path(__file__).with_name("fake_vllm.py")

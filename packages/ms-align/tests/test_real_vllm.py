@@ -6,29 +6,24 @@ takes 10 to 60 seconds to start. Models have heads of width 32, the smallest of 
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from small_models import decoder
 from torch import nn
 
-from ms_align import GRPOTrainer, PPOTrainer, Responses, Sample, Sampling, ServerError
+from ms_align import GRPOTrainer, PPOTrainer, Sample, Sampling, ServerError
 from ms_align.engines.local import LocalEngine
 from ms_align.models.folder import save_model
-from ms_align.models.language_model import copy_of
 from ms_align.rollouts.generators.vllm import VllmRollouts, build
 from ms_align.rollouts.rows import logprobs_of, sequences
-from ms_align.rollouts.vllm.client import VllmClient
 from ms_align.rollouts.vllm.local_server import LocalServer
 from ms_align.rollouts.vllm.options import VllmOptions
 from ms_align.tokenizer import ByteTokenizer
@@ -135,135 +130,6 @@ def test_experts_that_vllm_does_not_reload_are_found(tmp_path: Path) -> None:
         GRPOTrainer(**run).optimize(PROMPTS)
     (rollout,) = events(tmp_path, "rollout")
     assert rollout["sampler_difference"] < 1e-5
-
-
-@pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer])
-def test_experts_are_trained_with_a_server_that_restarts_for_each_update(
-    tmp_path: Path, trainer: Any
-) -> None:
-    """`weight_update = "restart"`: log-probabilities agree within 1e-5 in every rollout."""
-    steps = 3 if trainer is GRPOTrainer else 5
-    run = settings(
-        tmp_path,
-        policy_model=model("qwen3_moe"),
-        vllm={**STARTED, "weight_update": "restart"},
-        steps=steps,
-    )
-    assert trainer(**run).optimize(PROMPTS).finished
-    rollouts = events(tmp_path, "rollout")
-    versions = [rollout["weight_version"] for rollout in rollouts]
-    assert versions == ([0, 1, 2] if trainer is GRPOTrainer else [0, 4])
-    assert all(rollout["sampler_difference"] < 1e-5 for rollout in rollouts)
-    assert all(step["grad_norm"] > 0 for step in events(tmp_path, "step"))
-
-
-def test_without_staleness_the_updates_are_those_of_the_built_in_path(
-    tmp_path: Path, server: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The responses of a run are given to the built-in path as its own: losses within 1e-5.
-
-    Importance weights differ from 1 by the servers' rounding, 1e-7 per token.
-    """
-    is_tied, url = server
-    recorded: list[Responses] = []
-    timed = VllmClient.timed
-
-    def recording(client: VllmClient, *arguments: Any, **options: Any) -> Any:
-        result = timed(client, *arguments, **options)
-        recorded.append(result.responses)
-        return result
-
-    monkeypatch.setattr(VllmClient, "timed", recording)
-    run = settings(tmp_path / "vllm", policy_model=model("llama", tied=is_tied))
-    run |= {"vllm": {"url": url}, "max_staleness": 0}
-    assert GRPOTrainer(**run).optimize(PROMPTS).finished
-    replayed = iter(recorded)
-
-    def replay(*arguments: Any, **options: Any) -> Responses:
-        responses = next(replayed)
-        logprobs = responses.sampling_logprobs
-        return evolve(responses, logprobs=logprobs, sampling_logprobs=None, versions=None)
-
-    run = settings(tmp_path / "built-in", policy_model=model("llama", tied=is_tied))
-    GRPOTrainer(**{**run, "generator": replay, "vllm": None}).optimize(PROMPTS)
-    assert next(replayed, None) is None
-    steps = [events(tmp_path / name, "step") for name in ("vllm", "built-in")]
-    assert len(steps[0]) == len(steps[1]) == 4
-    for served, built_in in zip(*steps, strict=True):
-        assert served["staleness"] == 0
-        assert served["loss"] == pytest.approx(built_in["loss"], abs=1e-5)
-        assert served["reward"] == built_in["reward"]
-        assert served["grad_norm"] == pytest.approx(built_in["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_generation_runs_ahead_by_the_schedule(
-    tmp_path: Path, server: tuple[bool, str], max_staleness: int
-) -> None:
-    """The ledger has the staleness of each token, and rollouts the versions of the schedule."""
-    is_tied, url = server
-    run = settings(tmp_path, policy_model=model("llama", tied=is_tied), steps=5)
-    run |= {"vllm": {"url": url}, "max_staleness": max_staleness}
-    assert GRPOTrainer(**run).optimize(PROMPTS).finished
-    steps, rollouts = events(tmp_path, "step"), events(tmp_path, "rollout")
-    expected = [min(step, max_staleness) for step in range(5)]
-    assert [step["staleness"] for step in steps] == expected
-    assert all(step[f"staleness.{n}"] == 1.0 for step, n in zip(steps, expected, strict=True))
-    versions = [max(0, rollout - max_staleness) for rollout in range(5)]
-    assert [rollout["weight_version"] for rollout in rollouts[:5]] == versions
-    assert steps[0]["sampler_difference"] < 1e-5
-    # The policy has moved since; without a correction it would be as far as from another model.
-    assert all(1e-5 < step["sampler_difference"] < 0.2 for step in steps[max_staleness + 1 :])
-    for step in steps:
-        assert step["learner_wait_s"] >= 0
-        assert step["generator_wait_s"] >= 0
-
-
-def test_weights_that_change_in_the_middle_of_a_response(
-    tmp_path: Path, server: tuple[bool, str]
-) -> None:
-    """Every token's log-probability is that of its version, before and after the update.
-
-    Updates are repeated until one falls into a response, at most 20 times.
-    """
-    is_tied, url = server
-    engine = LocalEngine(model("llama", tied=is_tied))
-    rollouts = build(
-        engine,
-        max_num_seqs=8,
-        decode=None,
-        vllm=VllmOptions(url=url, in_flight_weight_updates=True),
-        folder=tmp_path,
-        max_staleness=1,
-    )
-    prompts, policies = [[5, 6], [7]], [copy_of(engine.module)]
-    rollouts.update_weights(0)
-    compared = {False: 0, True: 0}
-    for version in range(1, 21):
-        wait = rollouts.start(prompts, Sampling(max_new_tokens=240), count=2, seed=version)
-        time.sleep(0.05 * version)
-        with torch.no_grad():
-            for parameter in engine.parameters.values():
-                parameter.add_(0.02 * torch.randn(parameter.shape))
-        policies.append(copy_of(engine.module))
-        rollouts.update_weights(version)
-        responses = wait().responses
-        assert responses.versions is not None
-        assert bool((responses.versions.diff(dim=1) >= 0).all())
-        assert set(responses.versions.unique().tolist()) <= {version - 1, version}
-        if len(responses.versions.unique()) < 2:
-            continue
-        rows = sequences([prompt for prompt in prompts for _ in range(2)], responses)
-        for newer in (False, True):
-            mask = (rows["targets"] != -100) & (rows["versions"] == version - 1 + newer)
-            policy = LocalEngine(policies[version - 1 + newer])
-            expected, actual = logprobs_of(policy, rows, 1.0), rows["sampling_logprobs"]
-            torch.testing.assert_close(actual[mask], expected[mask], rtol=0, atol=1e-5)
-            compared[newer] += int(mask.sum())
-        if min(compared.values()) >= 16:
-            break
-    assert min(compared.values()) >= 16
-    rollouts.close()
 
 
 def test_new_weights_change_the_responses_and_old_ones_are_found(
@@ -404,80 +270,6 @@ def test_a_killed_trainer_takes_its_server_along_and_resumes(tmp_path: Path) -> 
     assert subprocess.run(command, env=env, check=False).returncode == 0
     assert [step["step"] for step in events(tmp_path / "out", "step")][-1] == 20
     assert events(tmp_path / "out", "resume")
-
-
-def run_file(folder: Path, **overrides: Any) -> list[str]:
-    """Write a run file of twelve updates that run ahead, and return its command."""
-    folder.mkdir()
-    save_model(model("llama"), folder / "start")
-    (folder / "prompts.json").write_text(json.dumps([list(text.encode()) for text in PROMPTS]))
-    keys = {
-        "model": f"{folder}/start",
-        "dataset": f"{folder}/prompts.json",
-        "reward_model": "online_layout_run:spread",
-        "output_dir": f"{folder}/out",
-        "tokenizer": "bytes",
-        "steps": 12,
-        "batch_size": 8,
-        "num_generations": 4,
-        "max_new_tokens": 48,
-        "max_staleness": 1,
-        "checkpoint_every": 1,
-        "learning_rate": 1e-2,
-        "generator": "vllm",
-    }
-    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-    lines += ["[vllm]", f'python = "{PYTHON}"', f"arguments = {json.dumps(STARTED['arguments'])}"]
-    (folder / "RUN.toml").write_text("\n".join(lines))
-    return [sys.executable, "-m", "ms_align", "grpo", str(folder / "RUN.toml")]
-
-
-KILLS = int(os.environ.get("MS_VLLM_KILLS", "6"))
-"""Kills of the test below, in turn of trainer, API server and engine."""
-
-
-def test_random_kills_of_server_engine_and_trainer_change_no_update(tmp_path: Path) -> None:
-    """Killed at random points of a run that runs ahead: the losses of an undisturbed run, 1e-5."""
-    tests = str(Path(__file__).parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}
-    calm_command = run_file(tmp_path / "calm")
-    assert subprocess.run(calm_command, env=env, check=False).returncode == 0
-    command, generator, out = (
-        run_file(tmp_path / "killed"),
-        random.Random(0),
-        tmp_path / "killed/out",
-    )
-
-    def has_step_after(step: int) -> bool:
-        return finished() > step
-
-    def finished() -> int:
-        return len(events(out, "step")) if (out / "events.jsonl").exists() else 0
-
-    def all_ended(processes: Sequence[int]) -> bool:
-        return not any(map(is_alive, processes))
-
-    trainer = subprocess.Popen(command, env=env)
-    for kill in range(KILLS):
-        wait_until(partial(has_step_after, finished()), trainer)
-        time.sleep(generator.uniform(0, 0.3))
-        processes = descendants(trainer.pid)
-        server = [pid for pid in processes if "api_server" in command_of(pid)][-1]
-        assert trainer.poll() is None, "the run ended before its kills; raise steps"
-        os.kill((trainer.pid, server, descendants(server)[-1])[kill % 3], signal.SIGKILL)
-        if kill % 3 == 0:
-            trainer.wait()
-            wait_until(partial(all_ended, processes))
-            trainer = subprocess.Popen(command, env=env)
-    assert trainer.wait() == 0
-    last = {step["step"]: step for step in events(out, "step")}
-    calm = events(tmp_path / "calm" / "out", "step")
-    assert sorted(last) == [step["step"] for step in calm] == list(range(1, 13))
-    for step in calm:
-        assert last[step["step"]]["loss"] == pytest.approx(step["loss"], abs=1e-5)
-        assert last[step["step"]]["reward"] == pytest.approx(step["reward"], abs=1e-5)
-        assert last[step["step"]]["staleness"] == step["staleness"]
-    assert len(events(out, "resume")) == len(range(0, KILLS, 3))
 
 
 def wait_until(

@@ -5,6 +5,7 @@ with vLLM itself.
 """
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -234,6 +235,27 @@ def test_a_running_server_that_comes_back_gets_the_newest_weights(
     assert len(calm) == len(killed) == 3
     assert [step["loss"] for step in killed] == [step["loss"] for step in calm]
     assert "restart 1 of 1" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_server_that_restarts_for_each_update_has_the_newest_weights(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """`weight_update = "restart"` gives the updates of a server that reloads its weights."""
+    python, script = tmp_path / "python", Path(__file__).with_name("fake_vllm.py")
+    path = os.pathsep.join(filter(None, sys.path))
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} {script} "$@"\n')
+    python.chmod(0o755)
+    run = settings(tmp_path / "folder", server, num_generations=4, reward_model=spread)
+    GRPOTrainer(**run).optimize(PROMPTS)
+    run = settings(tmp_path / "restart", server, num_generations=4, reward_model=spread)
+    run["vllm"] = {"python": python, "weight_update": "restart", "max_restarts": 0}
+    GRPOTrainer(**run).optimize(PROMPTS)
+    reloaded, restarted = (events(tmp_path / name, "step") for name in ("folder", "restart"))
+    assert [step["loss"] for step in restarted] == [step["loss"] for step in reloaded]
+    assert all(step["sampler_difference"] < 1e-5 for step in restarted)
+    versions = [rollout["weight_version"] for rollout in events(tmp_path / "restart", "rollout")]
+    assert versions == [0, 1, 2]
 
 
 def test_two_processes_get_the_rollouts_of_one(tmp_path: Path, server: FakeServer) -> None:
@@ -477,6 +499,7 @@ def test_a_server_that_is_missing_or_of_another_model_ends_the_run(
         ({"python": "/no/python"}, "'/no/python' is not executable"),
         ({"url": "http://a:1", "arguments": ["--dtype"]}, "vllm.arguments are for a server"),
         ({"url": "http://a:1", "weight_update": "nccl"}, "weight_update is 'nccl'"),
+        ({"url": "http://a:1", "weight_update": "restart"}, "set vllm.python or weight_update"),
         ({"url": "http://a:1", "api_key_env": f"{KEY}"}, "must be the name of an environment"),
         ({"url": "http://a:1", "retries": -1}, "retries must be an integer"),
         ({"url": "http://a:1", "max_restarts": -1}, "max_restarts must be an integer"),
