@@ -4,6 +4,7 @@ The text model uses our attention, which does not cross documents. The towers th
 video and audio are transformers', and process each item separately.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def is_multimodal(folder: str | Path) -> bool:
         ModelError: config.json cannot be read.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # also for a name that is too long; whoever opens it reports that
         return False
     return read_json(path, dict[str, Any], error=ModelError).get("model_type") in MULTIMODAL_TYPES
 
