@@ -52,6 +52,9 @@ TRANSFORMERS_TESTS = {
 """Tests that run transformers' own models, by package."""
 TRL = os.environ.get("MS_TRL", "trl==1.16.0")
 REASONING_GYM = os.environ.get("MS_REASONING_GYM", "reasoning-gym==0.1.25")
+VERIFIERS = os.environ.get("MS_VERIFIERS", "verifiers==0.4.0")
+OPENENV = os.environ.get("MS_OPENENV", "openenv==0.10.0")
+RENDERERS = os.environ.get("MS_RENDERERS", "renderers==0.1.12")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -546,17 +549,42 @@ def trl(session: nox.Session) -> None:
 
 
 @shared_job
-def reasoning_gym(session: nox.Session) -> None:
-    """Score answers of reasoning-gym's tasks and train on one; 2 minutes."""
+def environments(session: nox.Session) -> None:
+    """Train on environments of verifiers, OpenEnv and reasoning-gym; 10 minutes."""
+    # verifiers needs mcp 2 and OpenEnv mcp 1. uv prepares the chat program of verifiers.
+    for name, needs in (
+        ("verifiers", (VERIFIERS, "uv")),
+        ("openenv", (OPENENV,)),
+        ("reasoning_gym", (REASONING_GYM,)),
+    ):
+        test_with(session, ROOT / ".nox" / name, needs, f"test_{name}.py")
+
+
+@shared_job
+def gateway(session: nox.Session) -> None:
+    """Train agents of OpenAI's client; compare tokens of turns with renderers; 10 minutes."""
+    folder, needs = ROOT / ".nox" / "gateway", (f"{RENDERERS}", "openai")
+    templates = ROOT / ".nox" / "trl-templates"
+    separate_environment(templates, f"{TRL} --no-deps")
+    (found,) = templates.glob("lib/python*/site-packages/trl/chat_templates")
+    more = {"MS_CHAT_TEMPLATES": str(found)}
+    for test in ("test_gateway.py", "test_renderers.py"):
+        test_with(session, folder, needs, test, **more)
+
+
+def test_with(
+    session: nox.Session, folder: Path, needs: tuple[str, ...], test: str, **more: str
+) -> None:
+    """Run a test of ms-align in an environment with more packages than the shared one."""
     shared = shared_environment()
-    folder = ROOT / ".nox" / "reasoning-gym"
-    python = separate_environment(folder, REASONING_GYM)
+    python = separate_environment(folder, *needs)
     (site,) = folder.glob("lib/python*/site-packages")
     (shared_site,) = shared.parent.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(f"{shared_site}\n")
-    test = "packages/ms-align/tests/test_reasoning_gym.py"
-    command = (str(python), "-m", "pytest", test, *session.posargs)
-    session.run(*command, env={**ONE_THREAD, **SOURCES}, external=True)
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    env = {**ONE_THREAD, **SOURCES, "PATH": path, **more}
+    command = (str(python), "-m", "pytest", f"packages/ms-align/tests/{test}", *session.posargs)
+    session.run(*command, env=env, external=True)
 
 
 @shared_job
@@ -584,7 +612,7 @@ def separate_environment(folder: Path, *requirements: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         for requirement in requirements:
-            pip = [str(python), "-m", "pip", "install", "--quiet", requirement]
+            pip = [str(python), "-m", "pip", "install", "--quiet", *requirement.split()]
             subprocess.run(pip, check=True)
         stamp.write_text(" ".join(requirements))
     return python

@@ -7,7 +7,7 @@ from plain_tools import KillsTheTrainer
 from small_models import decoder
 from tool_models import STOP, chat_tokenizer
 
-from ms_align import GRPOTrainer
+from ms_align import GRPOTrainer, ToolLimits
 
 if __name__ == "__main__":
     GRPOTrainer(
@@ -25,6 +25,8 @@ if __name__ == "__main__":
         num_generations=4,
         max_new_tokens=6,
         max_episode_tokens=400,
+        # A step that takes longer would end its episode, on a busy machine too.
+        tool_limits=ToolLimits(timeout_s=600.0),
         checkpoint_every=1,
         learning_rate=1e-3,
         output_dir=Path(sys.argv[1]),

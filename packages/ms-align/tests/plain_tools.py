@@ -79,29 +79,46 @@ class KillsTheTrainer(Countdown):
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def complete(base_url: str, api_key: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def complete(
+    base_url: str, api_key: str, messages: list[dict[str, Any]], *, stream: bool = False
+) -> dict[str, Any]:
     """Send a chat completion with nothing but the standard library; return the message."""
+    body = {"model": "policy", "messages": messages, "tools": TOOLS}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
-        data=json.dumps({"model": "policy", "messages": messages, "tools": TOOLS}).encode(),
+        data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        message: dict[str, Any] = json.load(response)["choices"][0]["message"]
+        content = response.read()
+    if not stream:
+        message: dict[str, Any] = json.loads(content)["choices"][0]["message"]
+        return message
+    *events, done, end = content.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    first, last, usage = (json.loads(event.removeprefix("data: ")) for event in events)
+    message = first["choices"][0]["delta"]
+    calls = message.get("tool_calls", [])
+    assert last["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert usage["usage"]["completion_tokens"] > 0
+    assert [call.pop("index") for call in calls] == list(range(len(calls)))
     return message
 
 
 def agent(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
     """Let the policy call `add`, and reward the right sum; a row may ask for misbehavior."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
-    message = complete(base_url, api_key, messages)
+    stream = bool(row.get("stream"))
+    message = complete(base_url, api_key, messages, stream=stream)
     for call in message.get("tool_calls", ()):
         result = str(add(**json.loads(call["function"]["arguments"])))
         messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
         if row.get("edits"):  # an agent that shortens its history
             messages[0]["content"] = "..."
         misbehave(row.get("fault", ""))
-        message = complete(base_url, api_key, messages)
+        message = complete(base_url, api_key, messages, stream=stream)
     return float(message["content"] == row["answer"])
 
 
@@ -120,3 +137,24 @@ def openai_agent(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
         answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
     return float(message.content == row["answer"])
+
+
+def streaming_openai_agent(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
+    """The same agent, which reads its responses as streams."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    while True:
+        with client.chat.completions.stream(
+            model="policy", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
+        ) as stream:
+            answer = stream.get_final_completion()
+        message = answer.choices[0].message
+        assert answer.usage is not None
+        if not message.tool_calls:
+            return float(message.content == row["answer"])
+        messages.append(message)
+        for call in message.tool_calls:
+            result = str(add(**json.loads(call.function.arguments)))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_tools import agent, openai_agent
+import torch
+from plain_tools import agent, openai_agent, streaming_openai_agent
+from safetensors.torch import load_file
 from small_models import decoder
 from tool_models import STOP, Script, chat_tokenizer
 
@@ -65,6 +67,18 @@ def test_an_agent_is_recorded_token_by_token() -> None:
     ]
 
 
+def test_a_streamed_response_is_the_same_response() -> None:
+    """Server-sent events with content, calls, the reason of the end, and token counts."""
+    row = {"prompt": "12 + 30?", "answer": "42"}
+    _, plain = run([row])
+    _, streamed = run([{**row, "stream": True}])
+    assert plain.episodes is not None
+    assert streamed.episodes is not None
+    assert streamed.episodes[0].reward == plain.episodes[0].reward == 1.0
+    assert streamed.episodes[0].turns == 2
+    assert streamed.row(0) == plain.row(0)
+
+
 def test_an_edited_history_forks_and_failed_agents_are_reported() -> None:
     """Nothing is tokenized again within a branch; the other agents get their rewards."""
     row = {"prompt": "12 + 30?", "answer": "42"}
@@ -81,35 +95,59 @@ def test_an_edited_history_forks_and_failed_agents_are_reported() -> None:
     assert [episode.reward for episode in responses.episodes] == [1.0, None, None, 1.0]
 
 
+def train(folder: Path, target: Any, **overrides: Any) -> None:
+    """Train with GRPO on episodes of an agent."""
+    options: dict[str, Any] = {
+        "policy_model": decoder(vocab_size=260),
+        "tokenizer": chat_tokenizer(),
+        "stop_token_ids": STOP,
+        "reward_model": {
+            "environment": "environment",
+            "length": lambda samples: list(range(len(samples))),
+        },
+        "generator": Script(chat_tokenizer(), adder, logprobs=False),
+        "agent": target,
+        "tool_limits": ToolLimits(timeout_s=120.0),
+        "batch_size": 4,
+        "num_generations": 2,
+        "max_new_tokens": 100,
+        "max_episode_tokens": 600,
+        "output_dir": folder,
+        "progress": False,
+        **overrides,
+    }
+    GRPOTrainer(**options).optimize([{"prompt": "12 + 30?", "answer": "42"}])
+
+
 def test_grpo_trains_an_agent(tmp_path: Path) -> None:
     """The agent's result is the reward `environment`."""
-    GRPOTrainer(
-        policy_model=decoder(vocab_size=260),
-        tokenizer=chat_tokenizer(),
-        stop_token_ids=STOP,
-        reward_model={"environment": "environment", "length": lambda s: list(range(len(s)))},
-        generator=Script(chat_tokenizer(), adder, logprobs=False),
-        agent=agent,
-        steps=1,
-        batch_size=4,
-        num_generations=2,
-        max_new_tokens=100,
-        max_episode_tokens=600,
-        output_dir=tmp_path,
-        progress=False,
-    ).optimize([{"prompt": "12 + 30?", "answer": "42"}])
+    train(tmp_path, agent, steps=1)
     (rollout,) = events(tmp_path, "rollout")
     assert (rollout["turns"], rollout["forks"], rollout["reward.environment"]) == (2.0, 0, 1.0)
 
 
 @pytest.mark.slow
-def test_an_agent_of_the_openai_client_is_recorded() -> None:
-    """The client's own requests and types, unchanged."""
+@pytest.mark.parametrize("target", [openai_agent, streaming_openai_agent])
+def test_an_agent_of_the_openai_client_is_recorded(target: Any) -> None:
+    """The client's own requests and types, unchanged; with and without streaming."""
     pytest.importorskip("openai")
-    _, responses = run([{"prompt": "12 + 30?", "answer": "42"}], openai_agent, timeout_s=120.0)
+    script, responses = run([{"prompt": "12 + 30?", "answer": "42"}], target, timeout_s=120.0)
     assert responses.episodes is not None
     (episode,) = responses.episodes
     assert (episode.turns, episode.forks, episode.reward, episode.failure) == (2, 0, 1.0, "")
+    assert [*episode.prompt, *responses.row(0)] == [*script.contexts[1], *script.responses[1]]
+
+
+@pytest.mark.slow
+def test_an_agent_of_the_openai_client_is_trained(tmp_path: Path) -> None:
+    """Two updates by GRPO of a model whose sampled responses the client reads."""
+    pytest.importorskip("openai")
+    train(tmp_path, openai_agent, steps=2, generator=None)
+    rollouts = events(tmp_path, "rollout")
+    assert [row["failed_episodes"] for row in rollouts] == [0, 0]
+    before = decoder(vocab_size=260).state_dict()
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before if name in after)
 
 
 def status(gateway: Gateway, key: str, body: bytes, path: str = "/chat/completions") -> int:
@@ -150,7 +188,8 @@ def test_bad_requests_are_refused_in_one_line() -> None:
             json.dumps({"messages": [message] * 1001}).encode(),
             json.dumps({"messages": ["a"]}).encode(),
             json.dumps({"messages": [{"role": "user", "content": 3}]}).encode(),
-            json.dumps({"messages": [message], "stream": True}).encode(),
+            json.dumps({"messages": [message], "stream": 1}).encode(),
+            json.dumps({"messages": [message], "stream_options": [1]}).encode(),
             json.dumps({"messages": [message], "n": 2}).encode(),
             json.dumps({"messages": [message], "max_tokens": -1}).encode(),
             json.dumps({"messages": [message], "tools": "add"}).encode(),

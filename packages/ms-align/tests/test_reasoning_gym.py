@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym; `nox -s reasoning_gym` runs these tests with the real package."""
+"""Tasks of reasoning-gym; `nox -s environments` runs these tests with the real package."""
 
 from pathlib import Path
 from typing import Any

@@ -9,10 +9,11 @@ import random
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tokenizers
-from attrs import define, field
+from attrs import define, field, frozen
 from transformers import PreTrainedTokenizerFast
 
 from ms_align.chat.template import render_chat
@@ -36,9 +37,14 @@ TOOL = {
 }
 
 
-def tokenizer_for(template: str) -> HuggingFaceTokenizer:
-    """Build a BPE tokenizer with merges, and the special tokens that a template mentions."""
-    special = sorted({"<bos>", "<eos>", *re.findall(SPECIAL, template)} - {"<think>", "</think>"})
+def tokenizer_for(
+    template: str, tokens: Iterable[str] = (), bos: str = "<bos>", eos: str = "<eos>"
+) -> HuggingFaceTokenizer:
+    """Build a BPE tokenizer with merges, and the special tokens that a template mentions.
+
+    `tokens` are further tokens that are not special.
+    """
+    special = sorted({bos, eos, *re.findall(SPECIAL, template)} - {"<think>", "</think>"})
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -51,10 +57,11 @@ def tokenizer_for(template: str) -> HuggingFaceTokenizer:
     model.add_tokens(
         [tokenizers.AddedToken(text, special=True, normalized=False) for text in special]
     )
+    model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in tokens])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model,
-        bos_token="<bos>",
-        eos_token="<eos>",
+        bos_token=bos,
+        eos_token=eos,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = template
@@ -80,15 +87,43 @@ class Counts:
     problems: list[str] = field(factory=list)
 
 
-def converse(template: str, seed: int, *, counts: Counts) -> None:
-    """Hold a conversation of 2 to 6 turns, and check the tokens of each turn."""
+@frozen
+class TurnTokens:
+    """Tokens of a turn, and the messages that follow it."""
+
+    chat: ChatFormat
+    history: list[dict[str, object]]
+    """Messages before the response."""
+    prompt: list[int]
+    response: list[int]
+    """Tokens of the response, with its stop token."""
+    new_messages: list[dict[str, object]]
+    next_prompt: list[int]
+    forked: bool
+    """The template would change earlier text."""
+
+
+def converse(
+    template: str,
+    seed: int,
+    *,
+    counts: Counts,
+    on_turn: Callable[[TurnTokens], None] | None = None,
+    tokenizer: HuggingFaceTokenizer | None = None,
+    stops: tuple[str, str] | None = None,
+) -> None:
+    """Hold a conversation of 2 to 6 turns, and check the tokens of each turn.
+
+    `on_turn` gets each turn, and thoughts that a prompt opens are closed then. `stops` are the stop
+    tokens of responses without and with calls, if the template prints none after them.
+    """
     rng = random.Random(seed)
-    tokenizer = tokenizer_for(template)
+    tokenizer = tokenizer or tokenizer_for(template)
     chat = ChatFormat(tokenizer)
     sentence = lambda: " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))  # noqa: E731
     history: list[dict[str, object]] = [{"role": "user", "content": sentence()}]
     try:
-        turn, tokens = chat.start(history)
+        turn, prompt = chat.start(history)
     except DataError:
         counts.refused += 1
         return
@@ -105,6 +140,11 @@ def converse(template: str, seed: int, *, counts: Counts) -> None:
         except DataError:  # the template takes lists of parts, not texts
             counts.refused += 1
             return
+        if on_turn is not None and turn.text.rstrip().endswith("<think>"):
+            thought = reasoning or sentence()
+            text = f"{thought}\n</think>\n\n{text.rpartition('</think>')[2].lstrip()}"
+        if stops is not None:
+            text, stop = text.rstrip(), stops[bool(calls)]
         response = [*_sampled(tokenizer, text, rng), *tokenizer.encode(stop)]
         if calls:
             new = [{"role": "tool", "name": "look", "content": sentence()}]
@@ -118,21 +158,24 @@ def converse(template: str, seed: int, *, counts: Counts) -> None:
         except DataError:
             counts.refused += 1
             return
-        history_tokens, tokens = tokens, [*tokens, *response, *continuation.tokens]
-        if tokens[: len(history_tokens) + len(response)] != [*history_tokens, *response]:
+        following = [*prompt, *response, *continuation.tokens]
+        if following[: len(prompt) + len(response)] != [*prompt, *response]:
             counts.problems.append(f"turn {index}: the tokens of the turn before it changed")
         if extended is None:
             counts.forked += 1
         elif extended.exact:
             counts.exact += 1
             # All earlier turns were exact too, or the texts may differ.
-            decoded = tokenizer.tokenizer.decode(tokens, skip_special_tokens=False)
+            decoded = tokenizer.tokenizer.decode(following, skip_special_tokens=False)
             if counts.reformatted + counts.forked == 0 and decoded != extended.turn.text:
                 counts.problems.append(f"turn {index}: {decoded!r} != {extended.turn.text!r}")
         else:
             counts.reformatted += 1
-        counts.retokenized += tokenizer.encode(continuation.turn.text) != tokens
-        turn = continuation.turn
+        counts.retokenized += tokenizer.encode(continuation.turn.text) != following
+        if on_turn is not None:
+            forked = extended is None
+            on_turn(TurnTokens(chat, history, prompt, response, new, following, forked))
+        turn, prompt, history = continuation.turn, following, [*history, message, *new]
 
 
 def _response_text(

@@ -134,10 +134,19 @@ class AgentRunner:
             assert request is not None
             try:
                 session.begin(self.chat, request)
-                self._check_length(session, sampling)
             except DataError as error:
                 session.pending = None
                 request.refuse(400, str(error))
+                continue
+            if not self._has_room(session, sampling):
+                session.pending = None
+                # Agents recognize the code, and may end the episode without an error.
+                request.refuse(
+                    400,
+                    "the conversation plus max_new_tokens must fit the model's context and "
+                    f"max_episode_tokens = {self.max_episode_tokens}; end it",
+                    "context_length_exceeded",
+                )
                 continue
             active.append((session, request))
         if not active:
@@ -157,21 +166,13 @@ class AgentRunner:
                 stopped=size == length and bool(responses.stopped[row]),
             )
 
-    def _check_length(self, session: Session, sampling: Sampling) -> None:
-        """Check that the session's branch has room for another response.
-
-        Raises:
-            DataError: the branch is too long.
-        """
+    def _has_room(self, session: Session, sampling: Sampling) -> bool:
+        """Return True if another response fits the session's branch."""
         branch = session.branches[-1]
         longest = len(branch.tokens) + sampling.max_new_tokens
         context = self.policy.context
         is_too_long = context is not None and len(branch.prompt) + longest > context
-        if is_too_long or longest > self.max_episode_tokens:
-            raise DataError(
-                "the conversation plus max_new_tokens must fit the model's context and "
-                f"max_episode_tokens = {self.max_episode_tokens}; end it"
-            )
+        return not is_too_long and longest <= self.max_episode_tokens
 
 
 def _is_waiting(sessions: Sequence[Session], index: int) -> bool:

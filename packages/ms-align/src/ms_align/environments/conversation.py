@@ -182,7 +182,11 @@ class ChatFormat:
         rendered = self._render((*history, *new_messages), prompt=True)
         stop = self._decode(response[-1:]) if stopped else ""
         if rendered.startswith(closed):
-            return rendered[closed.rfind(stop) + len(stop) if stop in closed else len(closed) :]
+            end = closed.rfind(stop, max(0, closed.find(_MARK))) if stop else -1
+            if end >= 0:
+                return rendered[end + len(stop) :]
+            # In GLM's templates, the token of the next role ends a response.
+            return rendered[len(closed) :].removeprefix(stop)
         # Some templates print the last message differently; find its end by the stop token.
         start = rendered.find(_MARK)
         end = rendered.find(stop, start)

@@ -56,13 +56,17 @@ class PendingRequest:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     max_tokens: int | None
+    stream: bool = False
+    """Send the response as server-sent events."""
+    include_usage: bool = False
+    """End the events with the token counts."""
     answered: threading.Event = field(factory=threading.Event)
     answer: dict[str, Any] = field(factory=dict)
     status: int = 200
 
-    def refuse(self, status: int, problem: str) -> None:
-        """Answer the request with an error."""
-        self.status, self.answer = status, error_body(problem)
+    def refuse(self, status: int, problem: str, code: str | None = None) -> None:
+        """Answer the request with an error, with OpenAI's code if there is one."""
+        self.status, self.answer = status, error_body(problem, code)
         self.answered.set()
 
 
@@ -218,9 +222,31 @@ def comparable(message: Message) -> dict[str, Any]:
     }
 
 
-def error_body(problem: str) -> dict[str, Any]:
+def chunks_of(answer: Mapping[str, Any], *, include_usage: bool) -> list[dict[str, Any]]:
+    """Return a chat completion as the chunks of a stream.
+
+    Responses are generated in batches, so the message is a single chunk.
+    """
+    (choice,) = answer["choices"]
+    message = {name: value for name, value in choice["message"].items() if value is not None}
+    if "tool_calls" in message:  # clients assemble calls by their index
+        calls = enumerate(message["tool_calls"])
+        message["tool_calls"] = [{"index": index, **call} for index, call in calls]
+    base = {name: answer[name] for name in ("id", "created", "model")}
+    base["object"] = "chat.completion.chunk"
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    chunks = [
+        {**base, "choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {**base, "choices": [end]},
+    ]
+    if include_usage:
+        chunks.append({**base, "choices": [], "usage": answer["usage"]})
+    return chunks
+
+
+def error_body(problem: str, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
-    return {"error": {"message": problem, "type": "invalid_request_error", "code": None}}
+    return {"error": {"message": problem, "type": "invalid_request_error", "code": code}}
 
 
 class Gateway:
@@ -342,7 +368,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(409, error_body("a request of this session is still being answered"))
             return
         request.answered.wait()
-        self._reply(request.status, request.answer)
+        if request.stream and request.status == 200:
+            self._reply_events(request)
+        else:
+            self._reply(request.status, request.answer)
+
+    def _reply_events(self, request: PendingRequest) -> None:
+        content = b"".join(
+            b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            for chunk in chunks_of(request.answer, include_usage=request.include_usage)
+        )
+        content += b"data: [DONE]\n\n"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(content)))
+        with suppress(OSError):  # the agent may have been killed
+            self.end_headers()
+            self.wfile.write(content)
 
 
 def parse_request(content: bytes) -> PendingRequest:
@@ -364,8 +406,9 @@ def parse_request(content: bytes) -> PendingRequest:
         )
         if not content_ok or not isinstance(message.get("role"), str):
             raise DataError("each message must have a role and a text as content")
-    if body.get("stream"):
-        raise DataError("stream must be false: responses are generated in batches")
+    stream, options = body.get("stream"), body.get("stream_options") or {}
+    if not isinstance(stream, bool | None) or not isinstance(options, dict):
+        raise DataError("stream must be true or false, and stream_options an object")
     if body.get("n") not in (None, 1):
         raise DataError("n must be 1")
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -383,4 +426,10 @@ def parse_request(content: bytes) -> PendingRequest:
         }
         for message in messages
     ]
-    return PendingRequest(messages=flat, tools=tools, max_tokens=max_tokens)
+    return PendingRequest(
+        messages=flat,
+        tools=tools,
+        max_tokens=max_tokens,
+        stream=bool(stream),
+        include_usage=bool(options.get("include_usage")),
+    )

@@ -20,7 +20,7 @@ from ms_align.errors import ConfigError, RewardError
 
 _WORKER = Path(__file__).with_name("worker.py")
 _POLL_S = 0.1
-_START_LIMIT_S = 120
+_START_LIMIT_S = 600
 """Time limit for importing the modules of the tools."""
 
 
@@ -79,12 +79,17 @@ class ToolPool:
                 stdin=theirs.fileno(),
             )
         self._control.settimeout(_START_LIMIT_S)
-        greeting = b""
-        with suppress(OSError):
+        greeting, problem = b"", ""
+        try:
             while not greeting.endswith(b"\n") and (data := self._control.recv(4096)):
                 greeting += data
+        except TimeoutError:
+            problem = f"their imports took longer than {_START_LIMIT_S} s"
+        except OSError:
+            problem = "the process ended"
         self._control.settimeout(None)
-        problem = json.loads(greeting)["error"] if b"error" in greeting else ""
+        if b"error" in greeting:
+            problem = json.loads(greeting)["error"]
         if problem or not greeting:
             self.close()
             names = [*tools, *([environment] if environment else [])]
