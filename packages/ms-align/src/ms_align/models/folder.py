@@ -139,7 +139,7 @@ def load_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
             return ms_parallel.load_model(path, device=target)
         except ms_parallel.ParallelError as error:
             # For an architecture that ms-parallel supports, its message is the accurate one.
-            if not has_transformers or _is_supported(path):
+            if not has_transformers or _is_supported(path) or _is_multimodal(path):
                 raise ModelError(str(error)) from error
     if has_transformers:
         return check_module(path, _from_transformers(path)).to(target)
@@ -159,6 +159,14 @@ def _is_supported(path: Path) -> bool:
     except ParallelError:
         return False
     return not isinstance(config, TransformersModel) and any(path.glob("*.safetensors"))
+
+
+def _is_multimodal(path: Path) -> bool:
+    """Return True for a model of images or audio, which needs ms-parallel's engine."""
+    from ms_parallel.models import MultimodalModel
+
+    document = read_json(path / "config.json", dict[str, Any], error=ModelError)
+    return document.get("model_type") in MultimodalModel.model_types
 
 
 def _from_transformers(path: Path) -> nn.Module:

@@ -61,6 +61,9 @@ class MultimodalModel(ModuleWrapper):
         ModelError: the model type is not supported.
     """
 
+    model_types = MULTIMODAL_TYPES
+    """Supported `model_type`s."""
+
     def __init__(self, model: Any, folder: str | Path | None = None) -> None:
         model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         if model_type not in MULTIMODAL_TYPES:
