@@ -17,7 +17,7 @@ from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of, transformers_family
-from ms_parallel.models.huggingface.config import is_supported_by_transformers
+from ms_parallel.models.huggingface.config import MULTIMODAL_TYPES, is_supported_by_transformers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -321,6 +321,11 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     match = next((family for family in families() if family.name == name), None)
     if match is None and is_supported_by_transformers(name):
         match = transformers_family()
+    if name in MULTIMODAL_TYPES:
+        raise ModelError(
+            f"{name} reads images or audio, which text training cannot use; train it with"
+            " `ms-align sft` and `layout = { data = 1 }`, or with an Engine of its folder"
+        )
     if match is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"

@@ -252,11 +252,6 @@ def settings_of(document: str) -> Any:
     """Build transformers' configuration from the text of a config.json."""
     package, content = transformers(), json.loads(document, object_hook=_number)
     model_type = content.pop("model_type", None)
-    if model_type in MULTIMODAL_TYPES:
-        raise ModelError(
-            f"{model_type} reads images or audio, which text training cannot use; train it with"
-            " `ms-align sft` and `layout = { data = 1 }`, or with an Engine of its folder"
-        )
     if not is_supported_by_transformers(model_type):
         raise ModelError(
             f"model_type {repr(model_type)[:60]} is not supported: neither ms-parallel nor"
