@@ -505,7 +505,7 @@ def torchtitan(session: nox.Session) -> None:
 
 @shared_job
 def megatron(session: nox.Session) -> None:
-    """Open a checkpoint that Megatron-Core wrote, and compare the logits; 1 minute."""
+    """Continue runs of Megatron-Core from its checkpoints, and compare the losses; 1 minute."""
     python = separate_environment(ROOT / ".nox" / "megatron", TORCH, MEGATRON)
     env = {**ONE_THREAD, "MS_MEGATRON_PYTHON": str(python)}
     test = "packages/ms-parallel/tests/test_megatron.py"

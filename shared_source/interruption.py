@@ -17,10 +17,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from .entry import FAILED
 
+FINISHED_FOLDER = "MS_FINISHED_FOLDER"
+"""Environment variable of a job script: folder on its machine for the mark of a finished run."""
 PR_SET_PDEATHSIG = 1
 STARTED = (os.getpid(), os.getppid())
 """Pid and parent pid at import, as early as possible."""
@@ -45,6 +48,18 @@ def launcher_is_gone() -> bool:
     """Return True if the torchrun that started this process is dead: the parent pid changed."""
     process, parent = STARTED  # a fork of this process has a different parent anyway
     return started_by_torchrun() and os.getpid() == process and os.getppid() != parent
+
+
+def mark_finished() -> None:
+    """Tell the job script that this run is complete and need not be started again.
+
+    Exit codes cannot tell: a signalled torchrun fails even if its ranks finished, and a rank that
+    stopped after its checkpoint succeeds. No effect without the script's folder, which is on one
+    of the machines only.
+    """
+    folder = Path(os.environ.get(FINISHED_FOLDER, ""))
+    if FINISHED_FOLDER in os.environ and folder.is_dir():
+        (folder / "finished").touch()
 
 
 class StopSignal:

@@ -21,7 +21,7 @@ EXTERNAL_NAMES = {
     *("generation_config", "tokenizer_config", "eos_token", "max_gen_toks", "self_attn"),
     *("full_attention", "sliding_attention", "partial_rotary_factor", "quant_method"),
     *("--logprobs-mode", "--max-model-len", "--enable-scale-out", "processed_logprobs"),
-    *("profile_memory", "--type"),
+    *("profile_memory", "--type", "--dist-ckpt-optim-fully-reshardable"),
     *("flatten_indices", "merge_and_unload", "stdlib", "post_processor", "kv_b_proj"),
 }
 """Names from torch, torchrun, other libraries and their files, and ms-data's corpus."""

@@ -258,6 +258,70 @@ def test_weights_of_a_megatron_folder_load(
         load(tmp_path / "iter_0000100", engine("gemma2"))
 
 
+@pytest.mark.parametrize(("stacked", "masters"), [(True, "fp32_param"), (False, "param")])
+def test_optimizer_states_of_a_megatron_folder_load(
+    tmp_path: Path, stacked: bool, masters: str
+) -> None:
+    """Moments and float32 weights are stored under the names of the bfloat16 weights."""
+    source = engine(num_hidden_layers=2)
+    step(source, 0)
+    state = source.state_dict()
+    weights = {n: t for n, t in state.items() if not n.startswith(OTHER)}
+    saved = megatron(
+        {n: t.bfloat16() for n, t in weights.items()}, stacked=stacked, fused_norms=True
+    )
+    for name in ("exp_avg", "exp_avg_sq"):
+        moments = {n: state[f"optimizer.{name}.{n}"] for n in weights}
+        renamed = megatron(moments, stacked=stacked, fused_norms=True)
+        saved |= {f"optimizer.state.{name}.{n}": t for n, t in renamed.items()}
+    renamed = megatron(weights, stacked=stacked, fused_norms=True)
+    saved |= {f"optimizer.state.{masters}.{n}": t for n, t in renamed.items()}
+    if not stacked:  # separate layers come with separate projections
+        for name in [n for n in saved if n.endswith("linear_fc1.weight")]:
+            gate, up = saved.pop(name).chunk(2)
+            saved |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
+    dcp.save(saved, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
+    target = engine(num_hidden_layers=2)
+    loaded = load(tmp_path / "iter_0000007", target)
+    assert (loaded.step, loaded.tokens) == (7, None)
+    expected = {n: t for n, t in state.items() if "exp_avg" in n or n in weights}
+    assert len(expected) == 3 * len(weights)
+    assert all(torch.equal(target.state_dict()[n], t) for n, t in expected.items())
+    # The iteration is in the name of the folder alone.
+    (tmp_path / "iter_0000007").rename(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match="does not say after which step"):
+        load(tmp_path / "latest", target)
+    # The rounded weights alone.
+    state = engine(num_hidden_layers=2).state_dict()
+    moments = {n: t.clone() for n, t in state.items() if "exp_avg" in n}
+    position = checkpoint.load_distributed(
+        tmp_path / "latest", target.config, state, weights_only=True
+    )
+    assert position.step == 0
+    assert all(torch.equal(state[n], t.bfloat16().float()) for n, t in weights.items())
+    assert all(torch.equal(state[n], t) for n, t in moments.items())
+
+
+@pytest.mark.parametrize("buffer", ["flat", "pieces", "object"])
+def test_other_optimizer_states_of_megatron_are_refused(tmp_path: Path, buffer: str) -> None:
+    """Flat buffers, flat pieces and pickled objects; the message names the option to save with."""
+    source = engine(num_hidden_layers=2)
+    weights = {n: t for n, t in source.state_dict().items() if not n.startswith(OTHER)}
+    saved = megatron(weights, stacked=True, fused_norms=True)
+    group = "optimizer.distributed.dp_group_idx_0"
+    saved |= {
+        "flat": {f"{group}.gbuf_idx_0.dtype_(torch.float32).bucket_idx_0.exp_avg": torch.ones(9)},
+        "pieces": {
+            f"optimizer.state.{name}.embedding.word_embeddings.weight": torch.ones(1, 1, 44 * 32)
+            for name in ("exp_avg", "exp_avg_sq")
+        },
+        "object": {f"{group}.param_state/shard_0_1": b"state"},
+    }[buffer]
+    dcp.save(saved, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
+    with pytest.raises(CheckpointError, match="save with --dist-ckpt-optim-fully-reshardable"):
+        load(tmp_path / "iter_0000007", source)
+
+
 class Trap:
     """Creates a file when it is unpickled."""
 

@@ -18,8 +18,9 @@ from ms_parallel.launchers.slurm import slurm_script
 
 JOB = ClusterJob(run_file="/data/run.toml", nodes=4, devices=8)
 STUBS = {
-    # The step runs until `scancel` has been called.
-    "srun": 'printf "%s\\n" "$@" > args; while [ ! -f stopped ]; do sleep 0.02; done; exit 9',
+    # The step runs until `scancel` has been called. A signalled torchrun fails in any case.
+    "srun": 'printf "%s\\n" "$@" > args; while [ ! -f stopped ]; do sleep 0.02; done;'
+    ' [ ! -f finish ] || touch "$MS_FINISHED_FOLDER/finished"; exit 9',
     "scancel": 'echo "$@" > stopped',
     "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "$@" > requeued; fi',
 }
@@ -58,6 +59,17 @@ def test_the_batch_script_stops_the_step_and_requeues_before_the_time_limit(
     arguments = (tmp_path / "args").read_text().split()
     assert "--rdzv-endpoint=node7:29400" in arguments
     assert arguments[-4:] == ["-m", "ms_parallel", "train", "/data/run.toml"]
+
+
+def test_a_run_that_finishes_after_the_signal_is_not_requeued(tmp_path: Path) -> None:
+    """Its ranks leave a mark, as torchrun fails after a signal even if they finished."""
+    (tmp_path / "finish").touch()
+    script = start_script(tmp_path)
+    wait_for((tmp_path / "args").exists, script)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=30) == 9
+    assert (tmp_path / "stopped").exists()
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_names_and_counts_in_the_manifests_are_consistent() -> None:

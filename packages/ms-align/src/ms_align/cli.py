@@ -12,7 +12,7 @@ from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.early import check_early
 from ms_align.entry import DONE, CommandParser, exit_code, file_argument, perform
-from ms_align.interruption import end_with_launcher
+from ms_align.interruption import end_with_launcher, mark_finished
 from ms_align.settings.run_file import add_run_file, read_settings
 from ms_align.settings.template import help_text, write_template
 
@@ -100,10 +100,11 @@ def _run(options: argparse.Namespace) -> int:
     settings = read_settings(where, options.set)
     check_early(options.command, settings, where)
     perform = options.command.perform
-    if not options.json:
-        return int(perform(settings, where)["code"])
-    with contextlib.redirect_stdout(sys.stderr):
+    # With --json, stdout is for the summary alone.
+    with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
         summary = perform(settings, where)
-    if os.environ.get("RANK", "0") == "0":
+    if options.json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(summary, indent=2))
+    if summary["code"] == DONE:
+        mark_finished()
     return int(summary["code"])

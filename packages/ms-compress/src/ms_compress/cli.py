@@ -20,7 +20,7 @@ from ms_compress.entry import (
 )
 from ms_compress.errors import ConfigError
 from ms_compress.files.model_name import missing_dataset, missing_model
-from ms_compress.interruption import end_with_launcher
+from ms_compress.interruption import end_with_launcher, mark_finished
 from ms_compress.options import QuantizeRun
 from ms_compress.run.outcome import Outcome
 from ms_compress.settings.run_file import add_run_file, build, override, read_settings
@@ -72,7 +72,9 @@ def _run(options: argparse.Namespace) -> int:
         _check_inputs(run)
     except ConfigError as error:
         raise ConfigError(f"{options.run_file}: {error}") from error
-    return _write(command.run(run), as_json=options.json)
+    outcome = command.run(run)
+    mark_finished()
+    return _write(outcome, as_json=options.json)
 
 
 def _check_one_process(name: str) -> None:

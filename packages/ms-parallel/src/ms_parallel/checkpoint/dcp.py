@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ms_parallel.checkpoint.dcp_metadata import METADATA, DcpChunk, DcpIndex, read_dcp_index
 from ms_parallel.checkpoint.megatron import EMBEDDING as MEGATRON_EMBEDDING
-from ms_parallel.checkpoint.megatron import megatron_rules
+from ms_parallel.checkpoint.megatron import (
+    MASTERS,
+    STATES,
+    iteration_of,
+    megatron_rules,
+    saved_states,
+)
 from ms_parallel.checkpoint.state import without_warning
 from ms_parallel.checkpoint.torchtitan import EMBEDDING, torchtitan_rules
 from ms_parallel.entry import one_line
@@ -65,12 +71,17 @@ def is_distributed(folder: str | Path) -> bool:
 
 
 def load_distributed(
-    folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], *, step: int | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    state: Mapping[str, Tensor],
+    *,
+    step: int | None = None,
+    weights_only: bool = False,
 ) -> RunPosition:
     """Load weights, AdamW moments and the step of a DCP folder into an engine's state, in place.
 
-    Of Megatron-Core's `torch_dist` folders only the weights are loaded: the optimizer keeps its
-    initial state, and the step is 0 or `step`.
+    With `weights_only`, or a `torch_dist` folder of Megatron-Core without optimizer states, the
+    optimizer keeps its initial state, and the step is 0 or `step`.
 
     Args:
         folder: folder with `.metadata`: torchtitan's `checkpoint/step-N`, Megatron's `iter_N`, or a
@@ -78,6 +89,7 @@ def load_distributed(
         config: configuration of the model.
         state: result of `Engine.state_dict`; pass it to `Engine.load_state_dict` afterwards.
         step: number of steps taken, if the folder does not record it.
+        weights_only: load the weights alone.
 
     Returns:
         The step and the number of tokens.
@@ -88,7 +100,13 @@ def load_distributed(
     """
     check_path("folder", folder, error=CheckpointError)
     source = DcpFolder(Path(folder))
-    tensors = _Tensors(config, source)
+    tensors = _Tensors(config, source, weights_only=weights_only)
+    if tensors.weights_only:
+        for name in tensors.shapes.keys() & state.keys():
+            tensors.fill(name, state[name], tensors.weights(name))
+        if STEP in state:
+            state[STEP].fill_(step or 0)
+        return RunPosition(step=step or 0, tokens=None)
     moments = [f"optimizer.{moment}." for moment in MOMENTS]
     other = [n for n in state if n.startswith("optimizer.") and n != TAKEN]
     if any(not n.startswith(tuple(moments)) for n in other):
@@ -97,12 +115,6 @@ def load_distributed(
             " optimizer to AdamW"
         )
     counts = set()
-    if tensors.weights_only:
-        for name in tensors.shapes.keys() & state.keys():
-            tensors.fill(name, state[name], tensors.weights(name))
-        if STEP in state:
-            state[STEP].fill_(step or 0)
-        return RunPosition(step=step or 0, tokens=None)
     for name, tensor in state.items():
         if name in tensors.shapes:
             tensors.fill(name, tensor, tensors.weights(name))
@@ -112,7 +124,8 @@ def load_distributed(
             tensors.fill(parameter, tensor, pieces)
             counts |= {tensors.updates(pieces[0].tensor, moment)}
     updates = counts.pop() if len(counts) == 1 else None
-    recorded = source.number("train_state.step")
+    recorded = iteration_of(Path(folder).resolve().name) if tensors.of_megatron else None
+    recorded = source.number("train_state.step") if recorded is None else recorded
     if counts or (updates is None and recorded is None and step is None):
         raise CheckpointError(
             f"{folder} does not say after which step it was saved; pass step= (--step)"
@@ -232,15 +245,25 @@ def _read_exactly(stream: io.RawIOBase, size_bytes: int) -> bytes:
 class _Tensors:
     """Maps a model's parameters and their moments to the tensors of a folder."""
 
-    def __init__(self, config: ModelConfig, source: DcpFolder) -> None:
+    def __init__(self, config: ModelConfig, source: DcpFolder, *, weights_only: bool) -> None:
         self.config, self.source = config, source
         self.shapes = weight_shapes(config)
         names = source.index.tensors
         self.prefix, self.optimizer = "", "optimizer.state."
-        self.weights_only = MEGATRON_EMBEDDING in names
-        """True if only weights are loaded, as from Megatron's folders."""
-        if self.weights_only:
+        self.weights_only = weights_only
+        self.of_megatron = MEGATRON_EMBEDDING in names
+        if self.of_megatron:
             shapes = {name: tensor.shape for name, tensor in names.items()}
+            if not weights_only:
+                entries = [*names, *source.index.objects]
+                try:
+                    saved = saved_states(entries, shapes)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{source.folder}: {error}") from None
+                self.weights_only = not saved
+                # The weights themselves may be rounded to bfloat16.
+                masters = [f"{STATES}{state}." for state in MASTERS if state in saved]
+                self.prefix = masters[0] if masters else ""
             self.weight_rules = self.moment_rules = megatron_rules(config, shapes)
             return
         if EMBEDDING in names:
@@ -280,6 +303,8 @@ class _Tensors:
                 f"{name!r} is not a weight of this model, so it has no moments; use its own state"
             )
         pieces = list(slices_of(self.moment_rules, name, self.shapes[name]))
+        if self.of_megatron:
+            return [_renamed(piece, f"{STATES}{moment}.{piece.tensor}") for piece in pieces]
         return [_renamed(piece, f"{self.optimizer}{piece.tensor}.{moment}") for piece in pieces]
 
     def updates(self, tensor: str, moment: str) -> int | None:

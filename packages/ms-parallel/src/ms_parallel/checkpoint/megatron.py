@@ -7,10 +7,20 @@ Megatron differs from Hugging Face in four ways:
    The gate and up projections are concatenated.
 4. The vocabulary is padded, so that tensor ranks divide it.
 
-Only the tensors listed in `.metadata` are read; pickles (`common.pt`) are never opened.
+5. Since 0.14, Megatron-LM saves separate layers and separate gate and up projections
+   (`linear_fc1.weight_w` and `_v`).
+
+The distributed optimizer has three formats. `fully_reshardable` has float32 weights and moments
+under the names of the weights (`optimizer.state.exp_avg.decoder...`), as other optimizers have.
+`dp_reshardable` (the default) has flat buffers whose order depends on Megatron's allocation, and
+`fully_sharded_model_space` (until 0.13) flat pieces; neither is read.
+
+Only the tensors listed in `.metadata` are read; pickles (`common.pt`) are never opened. Thus the
+iteration comes from the name of the folder.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ms_parallel.errors import CheckpointError
 from ms_parallel.models.config import ModelConfig
@@ -20,8 +30,45 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers have the tensors below."""
 LAYERS = "decoder.layers."
+STATES = "optimizer.state."
+MASTERS = ("param", "fp32_param")
+"""Names of the float32 weights of the distributed optimizer and of the bfloat16 optimizer."""
 RowsOf = Callable[[int], Iterator[tuple[int, int, int]]]
 """Pieces (first row of the tensor, first row of the parameter, rows) of a parameter's rows."""
+
+
+def iteration_of(folder_name: str) -> int | None:
+    """Return the iteration in the name of a folder, such as `iter_0001000`; None without one."""
+    match = re.fullmatch(r"iter_(\d{7,18})", folder_name)
+    return int(match[1]) if match else None
+
+
+def saved_states(names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the optimizer states that are stored by parameter: moments and float32 weights.
+
+    Args:
+        names: names of the folder's tensors and objects.
+        shapes: shapes of its tensors, by name.
+
+    Returns:
+        Names such as `"exp_avg"`, or none if the folder has weights alone.
+
+    Raises:
+        CheckpointError: the optimizer states are stored in another format.
+    """
+    of_optimizer = [name for name in names if "optimizer." in name]
+    states = tuple(
+        state
+        for state in ("exp_avg", "exp_avg_sq", *MASTERS)
+        if shapes.get(f"{STATES}{state}.{EMBEDDING}") == shapes[EMBEDDING]
+    )
+    if of_optimizer and not {"exp_avg", "exp_avg_sq"} <= {*states}:
+        raise CheckpointError(
+            "optimizer states of Megatron must be stored by parameter, got"
+            f" {of_optimizer[0][:80]!r}; save with --dist-ckpt-optim-fully-reshardable, or load the"
+            " weights alone with weights_only (--weights-only)"
+        )
+    return states
 
 
 def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> WeightRules:
@@ -42,6 +89,10 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
     layers = config.num_hidden_layers
     stacked = not any(name.startswith(f"{LAYERS}0.") for name in shapes)
     # Transformer Engine stores the norm in the projection that follows it.
+    # Gate and up projections are separate tensors in folders with separate layers.
+    gate, up, copies = "weight", "weight", 2
+    if f"{LAYERS}0.mlp.linear_fc1.weight_w" in shapes:
+        gate, up, copies = "weight_w", "weight_v", 1
     fused_norms = any("linear_qkv.layer_norm_weight" in name for name in shapes)
     heads, groups, head_dim = (
         config.num_attention_heads,
@@ -64,14 +115,14 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         for group in range(groups):
             yield group * group_rows + (per_group + 1) * head_dim, group * kv_rows, kv_rows
 
-    def first_half(rows: int) -> Iterator[tuple[int, int, int]]:
+    def first_rows(rows: int) -> Iterator[tuple[int, int, int]]:
         yield 0, 0, rows
 
-    def second_half(rows: int) -> Iterator[tuple[int, int, int]]:
-        yield rows, 0, rows
+    def last_rows(rows: int) -> Iterator[tuple[int, int, int]]:
+        yield (copies - 1) * rows, 0, rows
 
     def in_layers(
-        tensor: str, rows_of: RowsOf = first_half, *, copies: int = 1, total: int | None = None
+        tensor: str, rows_of: RowsOf = first_rows, *, copies: int = 1, total: int | None = None
     ) -> WeightRule:
         stack = layers if stacked else None
         return _layer_rule(tensor, rows_of, copies=copies, total=total, layers=stack)
@@ -88,8 +139,8 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         "self_attn.q_norm.weight": in_layers(f"{attention}q_layernorm.weight"),
         "self_attn.k_norm.weight": in_layers(f"{attention}k_layernorm.weight"),
         "mlp.down_proj.weight": in_layers(f"{mlp}linear_fc2.weight"),
-        "mlp.gate_proj.weight": in_layers(f"{mlp}linear_fc1.weight", first_half, copies=2),
-        "mlp.up_proj.weight": in_layers(f"{mlp}linear_fc1.weight", second_half, copies=2),
+        "mlp.gate_proj.weight": in_layers(f"{mlp}linear_fc1.{gate}", copies=copies),
+        "mlp.up_proj.weight": in_layers(f"{mlp}linear_fc1.{up}", last_rows, copies=copies),
         "input_layernorm.weight": in_layers(
             f"{attention}linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
         ),

@@ -37,6 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="steps taken before --from-dcp, if its folder does not record them",
     )
     parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="load the weights of --from-dcp alone, and start with a new optimizer state",
+    )
+    parser.add_argument(
         "--names",
         choices=NAMES,
         default=NAMES[0],
@@ -63,7 +68,11 @@ def run(options: Namespace) -> int:
         if options.from_dcp is not None:
             folder = run.options.output_dir / "checkpoints"
             step = trainer.import_checkpoint(
-                options.from_dcp, run.dataset, *length, step=options.step
+                options.from_dcp,
+                run.dataset,
+                *length,
+                step=options.step,
+                weights_only=options.weights_only,
             )
         else:
             folder = options.to_dcp

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from ms_parallel.command_line import add_json, print_json
 from ms_parallel.entry import INTERRUPTED
-from ms_parallel.interruption import end_with_launcher
+from ms_parallel.interruption import end_with_launcher, mark_finished
 from ms_parallel.settings.run_file import add_run_file
 
 HELP = "train from a run file; the same command resumes"
@@ -41,4 +41,6 @@ def run(options: Namespace) -> int:
         result = trainer.train(run.dataset, run.length.epochs, run.length.steps)
     if options.json and is_first():
         print_json(result)
+    if result.finished:
+        mark_finished()
     return INTERRUPTED if result.stopped_by == signal.SIGINT.name else 0

@@ -51,6 +51,8 @@ spec:
           env:
             - name: OMP_NUM_THREADS
               value: "{threads}"
+            - name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT # torchrun's default of 30 s would be too short
+              value: "{grace_s}"
           resources:
             limits:
               {resource}: {devices}

@@ -21,6 +21,11 @@ set -euo pipefail
 # Not `head`, whose early end would fail the pipeline with SIGPIPE.
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS={threads}
+# By default, torchrun kills its ranks 30 s after SIGTERM, even in the middle of a checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
+# The ranks on this node leave the file `finished` here when the run is complete.
+export MS_FINISHED_FOLDER=$(mktemp -d)
+trap 'rm -rf "$MS_FINISHED_FOLDER"' EXIT
 requeue=0
 
 # On SIGTERM, the trainer writes a checkpoint and exits.
@@ -48,7 +53,7 @@ while kill -0 "$step" 2>/dev/null; do
 done
 status=0
 wait "$step" || status=$?
-if [ "$requeue" = 1 ]; then
+if [ "$requeue" = 1 ] && [ ! -e "$MS_FINISHED_FOLDER/finished" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

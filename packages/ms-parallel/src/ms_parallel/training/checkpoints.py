@@ -136,7 +136,9 @@ class RunCheckpoints:
             run_on_rank_zero(partial(self._upload_if_unpublished, folder))
             return
 
-    def start_from(self, folder: str | Path, step: int | None) -> int:
+    def start_from(
+        self, folder: str | Path, step: int | None, *, weights_only: bool = False
+    ) -> int:
         """Load a checkpoint of torch.distributed.checkpoint and save it as this run's first.
 
         The data position is this run's stream after the same number of steps.
@@ -152,7 +154,9 @@ class RunCheckpoints:
                 f"{self.root} holds checkpoints already; set another output_dir, or delete them"
             )
         state = self.engine.state_dict()
-        loaded = checkpoint.load_distributed(folder, self.engine.config, state, step=step)
+        loaded = checkpoint.load_distributed(
+            folder, self.engine.config, state, step=step, weights_only=weights_only
+        )
         self.engine.load_state_dict(state)
         samples = loaded.step * self.options.batch_size
         self.stream.load_state_dict({**self.stream.state_dict(), CONSUMED: samples})

@@ -148,6 +148,7 @@ class DistributedTrainer:
         steps: int | None = None,
         *,
         step: int | None = None,
+        weights_only: bool = False,
     ) -> int:
         """Start this run from a checkpoint of torch.distributed.checkpoint, such as torchtitan's.
 
@@ -160,6 +161,8 @@ class DistributedTrainer:
             epochs: as in `train`.
             steps: as in `train`; counts from the start of the imported run.
             step: number of steps taken, if the folder does not record it.
+            weights_only: load the weights alone, with a new optimizer state; the step is 0, or
+                `step`.
 
         Returns:
             The step at which the run continues.
@@ -172,7 +175,7 @@ class DistributedTrainer:
         check_path("folder", folder, error=CheckpointError)
         check_path("dataset", dataset_path, error=ConfigError)
         with self._open_run(dataset_path, Length(epochs=epochs, steps=steps)) as (run, _):
-            imported_step = run.checkpoints.start_from(folder, step)
+            imported_step = run.checkpoints.start_from(folder, step, weights_only=weights_only)
             run.checkpoints.finish_uploads()
             return imported_step
 
