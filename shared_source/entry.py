@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from .files.untrusted import check_path
 from .secret_text import without_secrets
+from .used_settings import UsedIf, check_arguments_used
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -45,6 +46,8 @@ class CommandParser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(prog, **options)  # type: ignore[arg-type]  # argparse's own options
+        self.used_if: tuple[UsedIf, ...] = ()
+        """Conditions of options that another option can make useless."""
         self.register("type", None, _text_argument)  # default for arguments without a type
         if version is not None:
             version_line = f"{self.prog} {version}"
@@ -69,6 +72,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"unknown option {argument}")
         if "set" in options:
             options.set, extras = [*options.set, *extras], []
+        check_arguments_used(self, options, self.used_if)
         return options, extras
 
     def _check_options(self, arguments: Sequence[str]) -> None:

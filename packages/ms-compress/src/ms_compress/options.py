@@ -1,6 +1,5 @@
 """Settings of each command; importing them does not import torch."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import as_path, flag, integer, one_of, valid_path
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
+from ms_compress.used_settings import UsedIf, check_used
 
 
 def names(value: Any) -> tuple[str, ...]:
@@ -89,19 +89,13 @@ class SchemeRun(ModelRun):
     """tokenizer.json or its folder, to export with the model; default: the model folder's."""
 
 
-def check_used(tuning: Tuning, names: Sequence[str], condition: str) -> None:
-    """Refuse a tuning setting that a run does not use, unless it has its default value."""
-    default = Tuning()
-    for name in names:
-        if getattr(tuning, name) != getattr(default, name):
-            raise ConfigError(
-                f"tuning.{name} is only used {condition}, got {getattr(tuning, name)!r} without;"
-                f" leave tuning.{name} out"
-            )
-
-
-DISTILLATION = ("divergence", "distill_weight", "hidden_weight")
+DISTILLATION = "divergence distill_weight hidden_weight"
 """Tuning settings that need a teacher."""
+
+
+def _refuse(tuning: Tuning, names: str, condition: str) -> None:
+    """Refuse tuning settings that a run does not use, unless they have their default values."""
+    check_used(tuning, (UsedIf(names, condition),), error=ConfigError, prefix="tuning.")
 
 
 @frozen(kw_only=True)
@@ -126,9 +120,9 @@ class QatRun(SchemeRun):
 
     def __attrs_post_init__(self) -> None:
         if self.teacher is None:
-            check_used(self.tuning, DISTILLATION, "with a teacher")
+            _refuse(self.tuning, DISTILLATION, "with a teacher")
         if not self.learned_scales:
-            check_used(self.tuning, ["scale_rate"], "with learned_scales=true")
+            _refuse(self.tuning, "scale_rate", "with learned_scales=true")
         learns_layer_scales = self.learned_scales and not (self.embeddings or self.head)
         if self.start == "gptq" and not learns_layer_scales:
             raise ConfigError(
@@ -311,8 +305,8 @@ class PruneRun(ModelRun):
                 "method='gradual' prunes during training, so retrain must be true, got false; set"
                 " retrain=true, or use method='magnitude'"
             )
-        check_used(self.tuning, DISTILLATION, "with a teacher, by qat and distill")
-        check_used(self.tuning, ["scale_rate"], "with learned scales, by qat")
+        _refuse(self.tuning, DISTILLATION, "with a teacher, by qat and distill")
+        _refuse(self.tuning, "scale_rate", "with learned scales, by qat")
 
 
 @frozen(kw_only=True)

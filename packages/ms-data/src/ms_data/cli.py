@@ -44,6 +44,7 @@ from ms_data.media.processor import Processor
 from ms_data.progress import show_progress
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
+from ms_data.used_settings import UsedIf
 
 _TOKENIZER = (
     "folder of a model or tokenizer, whose other files name its special tokens, or a "
@@ -164,6 +165,19 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "build",
         "Tokenize a corpus into a folder of checked, compressed shards.",
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --held-out-fraction 0.02",
+    )
+    parser.used_if = (
+        UsedIf(
+            "today allow_special processor",
+            "with --chat or --chat-template",
+            lambda options: options.chat or options.chat_template,
+        ),
+        UsedIf("media_folder", "with --processor", lambda options: options.processor),
+        UsedIf(
+            "text_column begin_of_text no_begin_of_text",
+            "without --chat and --chat-template",
+            lambda options: not (options.chat or options.chat_template),
+        ),
     )
     add_reading_arguments(parser)
     parser.add_argument("--tokenizer", type=path_argument, required=True, help=_TOKENIZER)

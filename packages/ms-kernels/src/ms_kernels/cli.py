@@ -7,6 +7,7 @@ from ms_kernels import __version__
 from ms_kernels.aot.targets import TARGETS
 from ms_kernels.aot.workers import cores
 from ms_kernels.entry import CommandParser, file_argument, folder_argument, perform
+from ms_kernels.used_settings import UsedIf
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +69,8 @@ def _add_check(command: argparse.ArgumentParser) -> None:
     _add_device(command)
 
 
-def _add_bench(command: argparse.ArgumentParser) -> None:
+def _add_bench(command: CommandParser) -> None:
+    command.used_if = (UsedIf("out", "with --tune", lambda options: options.tune),)
     command.add_argument(
         "--tune", action="store_true", help="generate the tuning table of this chip"
     )
@@ -106,7 +108,7 @@ def _add_build(command: argparse.ArgumentParser) -> None:
     )
 
 
-_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None], str, str], ...] = (
+_COMMANDS: tuple[tuple[str, str, Callable[[CommandParser], None], str, str], ...] = (
     (
         "list",
         "list_operators",

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from attrs import field, frozen
 
 from ms_data.cleaning.rule import as_tuple, texts
+from ms_data.errors import ConfigError
 from ms_data.settings import flag, integer, one_of
+from ms_data.used_settings import UsedIf, check_used
 
 
 @frozen(kw_only=True)
@@ -29,3 +31,15 @@ class DedupOptions:
     """Document to keep: first, longest, or priority for the first matching pattern."""
     priority: Sequence[str] = field(default=(), converter=as_tuple, validator=texts)
     """File name patterns, highest priority first, such as "wiki/*"."""
+
+    def __attrs_post_init__(self) -> None:
+        rules = (
+            UsedIf("bands rows ngram_words", "with minhash", lambda options: options.minhash),
+            UsedIf("priority", "with keep='priority'", lambda options: options.keep == "priority"),
+            UsedIf(
+                "keep",
+                "with patterns of priority if it is 'priority'",
+                lambda options: options.keep != "priority" or options.priority,
+            ),
+        )
+        check_used(self, rules, error=ConfigError)

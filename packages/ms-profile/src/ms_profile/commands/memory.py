@@ -10,8 +10,9 @@ from rich.table import Table
 
 from ms_profile.analysis.memory_use import MemoryUse, analyse_memory, read_prediction
 from ms_profile.commands.printable import cell, plain
-from ms_profile.entry import file_argument, path_argument
+from ms_profile.entry import CommandParser, file_argument, path_argument
 from ms_profile.report.page import write_memory_page
+from ms_profile.used_settings import UsedIf
 
 HELP: Final = "show peak memory by category, module and line, and fragmentation"
 EXAMPLE: Final = "ms-profile memory snapshot.pickle --out memory.html"
@@ -19,8 +20,12 @@ MIB: Final = 1 << 20
 MAX_LINES: Final = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments to the parser."""
+    parser.used_if = (
+        UsedIf("out title", "without --json", lambda options: not options.json),
+        UsedIf("pipeline_rank", "with --predicted", lambda options: options.predicted),
+    )
     parser.add_argument(
         "path",
         type=path_argument,

@@ -9,20 +9,24 @@ import msgspec
 
 from ms_profile.analysis.whole_run import analyse
 from ms_profile.commands.printable import plain
-from ms_profile.entry import file_argument, path_argument
+from ms_profile.entry import CommandParser, file_argument, path_argument
 from ms_profile.errors import TraceError
 from ms_profile.links.matrix import read_links
 from ms_profile.metrics import METRICS, parse_metrics
 from ms_profile.report.page import write_report
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.summary import build_summary
+from ms_profile.used_settings import UsedIf
 
 HELP: Final = "analyze traces and write one offline HTML report"
 EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments to the parser."""
+    parser.used_if = (
+        UsedIf("out perfetto max_events", "without --json", lambda options: not options.json),
+    )
     parser.add_argument(
         "path",
         type=path_argument,

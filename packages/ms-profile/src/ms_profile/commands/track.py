@@ -9,13 +9,14 @@ from typing import Any, Final
 from msgspec.json import encode
 
 from ms_profile.commands.printable import plain
-from ms_profile.entry import path_argument
+from ms_profile.entry import CommandParser, path_argument
 from ms_profile.errors import TrackerError
 from ms_profile.files.untrusted import read_toml
 from ms_profile.log.event_log import Event
 from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_events, read_events
 from ms_profile.log.json_lines import NAME, read_json_lines
 from ms_profile.trackers import Destination, MLflow, TensorBoard, Tracker, Wandb
+from ms_profile.used_settings import UsedIf
 
 HELP: Final = "send a run's events to TensorBoard, W&B or MLflow, live or afterwards"
 EXAMPLE: Final = "ms-profile track runs/sft --to tensorboard=tb --settings RUN.toml --follow"
@@ -26,8 +27,13 @@ DESTINATIONS: Final[dict[str, Callable[[str, argparse.Namespace], Destination]]]
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _has_projects(options: argparse.Namespace) -> bool:
+    return any(text.partition("=")[0] in ("wandb", "mlflow") for text in options.to)
+
+
+def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments to the parser."""
+    parser.used_if = (UsedIf("project", "with --to wandb=DIR or --to mlflow=DIR", _has_projects),)
     parser.add_argument(
         "run",
         type=path_argument,

@@ -1,0 +1,1 @@
+../../../../shared_source/used_settings.py
