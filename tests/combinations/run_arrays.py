@@ -148,6 +148,13 @@ def run_settings(command: str, row: Row, inputs: Path) -> dict[str, Any]:
         settings = settings | {axis: value}
     if "autoround" in str(settings.get("method")):
         settings = settings | {"iters": 2}  # other methods refuse it
+    if command == "ms-parallel train":  # settings of raw text are refused where they have no effect
+        is_folder = (Path(settings["model"]) / "tokenizer.json").is_file()
+        if "tokenizer" in settings or is_folder:
+            settings.pop("vocab_size", None)
+        if (Path(settings["dataset"]) / "index.json").is_file():
+            for name in ("vocab_size", "held_out_fraction"):
+                settings.pop(name, None)
     return settings
 
 

@@ -30,6 +30,8 @@ RUN = {
     "log_every": 1,
     "device": "cpu",
 }
+FROM_RAW_TEXT = ("vocab_size", "held_out_fraction")
+"""Settings of `RUN` that are refused if the dataset is shards."""
 IMPORTS = (
     "ms_parallel.training.trainer",
     "ms_parallel.cluster.error_report",
@@ -58,10 +60,16 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
+def run_of(dataset: str | Path) -> dict[str, Any]:
+    """`RUN`, for shards without the settings of raw text."""
+    is_shards = "://" in str(dataset) or Path(dataset, "index.json").is_file()
+    return {k: v for k, v in RUN.items() if not (is_shards and k in FROM_RAW_TEXT)}
+
+
 def write_run(path: Path, dataset: Path, **settings: Any) -> Path:
     """Write a run file; its output folder has the same path without the suffix."""
     output = {"output_dir": str(path.with_suffix("")), "dataset_path": str(dataset)}
-    values = {**RUN, **output, **settings}
+    values = {**run_of(dataset), **output, **settings}
     values = {IN_FILES.get(key, key): value for key, value in values.items()}
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     lines += ["[model_config]", *(f"{key} = {value}" for key, value in MODEL.items())]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import write_corpus
+from launching import RUN, write_corpus
 from processes import run_processes
 from trouble_runs import SETTINGS, run_with_faults
 
@@ -22,7 +22,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards built by one short run."""
     corpus = write_corpus(tmp_path_factory.mktemp("data") / "corpus")
     output = tmp_path_factory.mktemp("build") / "run"
-    DistributedTrainer(**{**SETTINGS, "output_dir": output}).train(corpus, steps=1)
+    raw_text = {"vocab_size": RUN["vocab_size"], "held_out_fraction": 0.0}
+    DistributedTrainer(**{**SETTINGS, **raw_text, "output_dir": output}).train(corpus, steps=1)
     return output / "shards"
 
 

@@ -13,7 +13,18 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from launching import MODEL, RUN, events, losses, train, training, wait_for, weights, write_run
+from launching import (
+    MODEL,
+    RUN,
+    events,
+    losses,
+    run_of,
+    train,
+    training,
+    wait_for,
+    weights,
+    write_run,
+)
 
 from ms_parallel import DistributedTrainer
 from ms_parallel.checkpoint import CheckpointStore, complete_steps
@@ -36,7 +47,7 @@ def remote_shards(shards: Path) -> Iterator[str]:
 def run_in_process(output: Path, dataset: Any, steps: int, **settings: Any) -> list[dict[str, Any]]:
     """Train in this process and return the events, each with its `kind`."""
     recorded: list[dict[str, Any]] = []
-    defaults = {**RUN, "model_config": MODEL, "output_dir": output, "progress": False}
+    defaults = {**run_of(dataset), "model_config": MODEL, "output_dir": output, "progress": False}
     del defaults["steps"]
     trainer = DistributedTrainer(
         **{**defaults, **settings},
@@ -83,7 +94,7 @@ def test_a_run_moves_to_a_fresh_machine_and_equals_a_local_run(
             assert complete_steps(tmp_path / "first" / "checkpoints") == [2, 4]
             step_5.set()
 
-    defaults = {**RUN, "model_config": MODEL, "progress": False, **settings}
+    defaults = {**run_of(remote_shards), "model_config": MODEL, "progress": False, **settings}
     del defaults["steps"]
     trainer = DistributedTrainer(**defaults, output_dir=tmp_path / "first", on_event=note)
     trainer.train(remote_shards, steps=6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import MODEL, RUN, train, write_run
+from launching import MODEL, RUN, run_of, train, write_run
 
 import ms_data
 from ms_parallel import DistributedTrainer, Engine, Layout, load_model
@@ -171,7 +171,10 @@ def test_training_continues_from_the_weights_of_a_folder(corpus: Path, tmp_path:
     """The first held-out loss of the second run is the last of the first."""
     first = trainer(tmp_path / "a").train(corpus, steps=5)
     shards = tmp_path / "a" / "shards"
-    continued = trainer(tmp_path / "b", model_arch=first.model_folder, model_config={})
+    defaults = {name: value for name, value in run_of(shards).items() if name != "steps"}
+    continued = DistributedTrainer(
+        **{**defaults, "model_arch": first.model_folder, "output_dir": tmp_path / "b"}
+    )
     second = continued.train(shards, steps=1)
     assert second.first_held_out_loss == pytest.approx(first.held_out_loss, rel=1e-6)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import MODEL, RUN
+from launching import FROM_RAW_TEXT, MODEL, RUN
 from torch import Tensor
 
 from ms_parallel import DistributedTrainer, NextTokenLoss, ParallelError
@@ -18,11 +18,9 @@ from ms_parallel.training import run as runs
 from ms_parallel.training.read_ahead import ReadAhead
 
 SETTINGS: dict[str, Any] = {
-    **{name: value for name, value in RUN.items() if name != "steps"},
+    **{n: value for n, value in RUN.items() if n != "steps" and n not in FROM_RAW_TEXT},
     "model_config": MODEL,
-    "held_out_fraction": 0.0,
     "progress": False,
-    "spike_window": 4,
     "checkpoint_every": 3,
 }
 
@@ -73,8 +71,9 @@ def run_with_faults(
         ):
             raise OSError("a crash of this test")
 
+    window = {"spike_window": 4} if "on_spike" in settings else {}
     trainer = DistributedTrainer(
-        **{**SETTINGS, "output_dir": output, "on_event": on_event, **settings}
+        **{**SETTINGS, "output_dir": output, "on_event": on_event, **window, **settings}
     )
     error_text = ""
     with planting(planted):

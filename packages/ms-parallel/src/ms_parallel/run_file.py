@@ -18,7 +18,8 @@ from ms_parallel.settings import valid_path
 from ms_parallel.settings.keys import groups_of
 from ms_parallel.settings.run_file import override, read_settings
 from ms_parallel.settings.synonyms import nearest_key
-from ms_parallel.training.options import Length, Options
+from ms_parallel.training.options import USED_IF, Length, Options
+from ms_parallel.used_settings import unused
 
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
 """Run-file keys whose arguments of `DistributedTrainer` have another name."""
@@ -106,6 +107,9 @@ def write_planned(path: Path, overrides: Sequence[str], out: Path, plan: Plan) -
     if plan.num_hidden_layers is not None:
         model = settings.get("model_config", {})
         settings["model_config"] = {**model, "num_hidden_layers": plan.num_hidden_layers}
+    # Settings of what the plan has chosen, which a run would refuse.
+    for name, _ in unused(_run_file(dict(settings), needs_data=False).options, USED_IF):
+        settings.pop(name, None)
     with writing(out):
         write_file(out, toml_text(settings, title=f"{path}, planned").encode())
 

@@ -2,21 +2,26 @@
 
 import contextlib
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from ms_parallel.command_line import add_json, print_json
-from ms_parallel.entry import folder_argument, path_argument
+from ms_parallel.entry import CommandParser, folder_argument, path_argument
 from ms_parallel.settings.run_file import add_run_file
+from ms_parallel.used_settings import UsedIf
 
 HELP = "start a run from a checkpoint of torchtitan or torch's DCP, or write one"
 EXAMPLE = "ms-parallel convert RUN.toml --from-dcp outputs/checkpoint/step-1000"
 NAMES = ("torchtitan", "huggingface")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments."""
     add_run_file(parser)
     parser.set_defaults(has_run_file=True)
+    parser.used_if = (
+        UsedIf("step", "with --from-dcp", lambda options: options.from_dcp is not None),
+        UsedIf("names", "with --to-dcp", lambda options: options.to_dcp is not None),
+    )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--from-dcp",
@@ -61,7 +66,9 @@ def run(options: Namespace) -> int:
     from ms_parallel.training.trainer import DistributedTrainer
 
     # Checkpoints do not depend on the layout, so a single process can convert each.
-    settings = evolve(run.options, parallel_config=None) if world_size() == 1 else run.options
+    settings = run.options
+    if world_size() == 1:
+        settings = evolve(settings, parallel_config=None, cluster=None)
     trainer = DistributedTrainer.from_options(settings)
     length = (run.length.epochs, run.length.steps)
     with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):

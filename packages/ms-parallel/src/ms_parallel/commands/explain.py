@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from itertools import combinations
+from typing import Any
 
 import msgspec
 
@@ -65,22 +66,25 @@ def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
 
     Raises:
         LayoutError: the text is not a layout.
-        ConfigError: the model does not exist.
+        ConfigError: the model does not exist, or an option has an unknown value.
     """
     from ms_parallel.cluster.layout import Layout
     from ms_parallel.models import architecture
     from ms_parallel.planner.refusal import LayoutArguments, refusal
     from ms_parallel.proof.combinations import features_of, pair_name, proved_pairs
+    from ms_parallel.training.options import Options
 
+    names: dict[str, Any] = dict(options)
+    Options(model_arch=model, **names)  # an unknown name is bad input, not a refused layout
     parsed, config = Layout.parse(layout), architecture(model)
     proved = proved_pairs()
     features = features_of(parsed, config, options)
-    names = [pair_name(*pair) for pair in combinations(features, 2)]
+    pairs = [pair_name(*pair) for pair in combinations(features, 2)]
     return LayoutExplanation(
         features=features,
         refused=refusal(LayoutArguments(model=model, layout=parsed, options=options)),
         layouts=proved.layouts,
-        pairs={name: proved.pairs.get(name, 0) for name in names},
+        pairs={name: proved.pairs.get(name, 0) for name in pairs},
     )
 
 

@@ -3,17 +3,33 @@
 import logging
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
-from ms_parallel.entry import file_argument, path_argument
+from ms_parallel.entry import CommandParser, file_argument, path_argument
+from ms_parallel.used_settings import UsedIf
 
 HELP = "start a run on Slurm, Kubernetes or Ray"
 EXAMPLE = "ms-parallel launch slurm RUN.toml --nodes 4 --devices 8 --out run.sbatch"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments."""
+    parser.used_if = (
+        UsedIf("time", "with slurm", lambda options: options.scheduler == "slurm"),
+        UsedIf("image claim", "with kubernetes", lambda options: options.scheduler == "kubernetes"),
+        UsedIf("address max_restarts pack", "with ray", lambda options: options.scheduler == "ray"),
+        UsedIf(
+            "resource",
+            "with kubernetes or ray",
+            lambda options: options.scheduler in ("kubernetes", "ray"),
+        ),
+        UsedIf(
+            "out grace_s name",
+            "with slurm or kubernetes",
+            lambda options: options.scheduler in ("slurm", "kubernetes"),
+        ),
+    )
     parser.add_argument("scheduler", choices=("slurm", "kubernetes", "ray"))
     parser.add_argument(
         "run_file",

@@ -13,7 +13,8 @@ from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import read_json
 from ms_parallel.settings.validators import STORE_URL, without_credentials
 from ms_parallel.training.optional import data_package
-from ms_parallel.training.options import Options
+from ms_parallel.training.options import USED_WITH_A_STORE, USED_WITH_RAW_TEXT, Options
+from ms_parallel.used_settings import check_used
 
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 REMOTE, URL_FILE = "dataset", "url.json"
@@ -33,19 +34,23 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
         which `stream_source` finds.
 
     Raises:
-        ConfigError: output_dir holds shards built with other settings.
+        ConfigError: output_dir holds shards built with other settings, or a setting has no effect
+            with such a dataset.
         ms_data.DataError: the text or the tokenizer cannot be used, or output_dir holds shards of
             other text.
     """
     if (Path(dataset_path) / "index.json").is_file():
+        check_used(options, (USED_WITH_RAW_TEXT, USED_WITH_A_STORE), error=ConfigError)
         return Path(dataset_path)
     if is_url(dataset_path):
         remote = remote_shards(str(dataset_path), options)
         if remote.read_index_if_present() is not None:
+            check_used(options, (USED_WITH_RAW_TEXT,), error=ConfigError)
             folder = options.output_dir / REMOTE
             remote.copy_description(folder)
             write_file(folder / URL_FILE, msgspec.json.encode(str(dataset_path)))
             return folder
+    check_used(options, (USED_WITH_A_STORE,), error=ConfigError)
     tokenizer = options.raw_text_tokenizer
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
     expected = _source(dataset_path, options, tokenizer)

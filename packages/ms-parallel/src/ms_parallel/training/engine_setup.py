@@ -35,6 +35,7 @@ from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.rows_per_rank.assignment import RowAssignment
 from ms_parallel.training.rows_per_rank.setting import check_rows_per_rank
 from ms_parallel.training.tokenizer import with_ends
+from ms_parallel.used_settings import UsedIf, check_used
 from ms_parallel.weights.load import has_weights
 
 GIB = 1 << 30
@@ -95,6 +96,9 @@ def check_fit(options: Options, layout: Layout, config: Any) -> None:
     """
     _check_sizes(options, layout, config)
     balance_of(options).of(getattr(config, "mixture", None))
+    if options.mtp_weight and not config.mtp_layers:  # 0 is met by a model without such layers
+        rule = UsedIf("mtp_weight", "by models with layers for multi-token prediction")
+        check_used(options, (rule,), error=ConfigError)
     family_of(config).check_layout(config, layout)
     check_context(options.context_attention, config, layout)
     if options.reproducible:

@@ -42,6 +42,7 @@ from ms_parallel.settings import (
 )
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.training.rows_per_rank.setting import RowsPerRank, as_tuple, check_type
+from ms_parallel.used_settings import UsedIf
 
 AUTO: Final = "auto"
 MAX_EPOCHS = 10**6
@@ -348,6 +349,37 @@ class Options(_Positional):
             return self.tokenizer
         path = self.model_folder / "tokenizer.json"
         return path if os.path.isfile(path) else None
+
+
+USED_IF = (
+    UsedIf("cluster", "with layout='auto'", lambda run: run.parallel_config == AUTO),
+    UsedIf(
+        "spike_factor spike_window",
+        "with on_spike='skip', 'roll_back' or 'stop'",
+        lambda run: run.on_spike != "ignore",
+    ),
+    UsedIf(
+        "memory_gib",
+        "with microbatch_size='auto' or layout='auto'",
+        lambda run: AUTO in (run.microbatch_size, run.parallel_config),
+    ),
+    UsedIf("schedule_memory_gib", "with schedule='search'", lambda run: run.schedule == SEARCH),
+    UsedIf("sample_tokens", "with sample_prompt", lambda run: run.sample_prompt is not None),
+    UsedIf(
+        "vocab_size",
+        "to train a tokenizer, and this run has one",
+        lambda run: run.raw_text_tokenizer is None,
+    ),
+)
+"""Conditions of options that another option can make useless. They are checked when a run starts,
+as the planner, which fills in a layout and sizes, builds options that have both."""
+USED_WITH_RAW_TEXT = UsedIf(
+    "tokenizer vocab_size held_out_fraction text_column",
+    "to build shards from raw text, and the dataset is shards",
+)
+"""Refuses settings of raw text where the dataset is shards."""
+USED_WITH_A_STORE = UsedIf("dataset_cache dataset_cache_mib", "with shards in an object store")
+"""Refuses settings of the cache where the dataset is not shards in an object store."""
 
 
 @frozen(kw_only=True)

@@ -101,7 +101,13 @@ class Run:
         if self.schedule is not None:
             self._log_schedule(self.schedule)
         built_here = self.shards == self.options.output_dir / SHARDS
-        if self.held_out is None and self.options.held_out_fraction and built_here and is_first():
+        if self.held_out is None and self.options.eval_every is not None and is_first():
+            logger.warning(
+                "eval_every=%d measures nothing, as the dataset has too little held-out text;"
+                " rebuild it with a larger held_out_fraction, or leave eval_every out",
+                self.options.eval_every,
+            )
+        elif self.held_out is None and self.options.held_out_fraction and built_here and is_first():
             logger.warning(
                 "held_out_fraction=%g leaves too little text for a held-out loss, so none is"
                 " measured; raise it, or add documents",

@@ -50,7 +50,7 @@ from ms_parallel.training.engine_setup import (
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
 from ms_parallel.training.optional import data_package, operators_of
-from ms_parallel.training.options import AUTO, Length, Options
+from ms_parallel.training.options import AUTO, USED_IF, Length, Options
 from ms_parallel.training.ownership import output_lock
 from ms_parallel.training.planning.auto_layout import resolve_layout
 from ms_parallel.training.planning.subprocesses import ask_memory
@@ -59,6 +59,7 @@ from ms_parallel.training.recovery import Recovery, RecoveryPolicy
 from ms_parallel.training.result import Result
 from ms_parallel.training.run import Run, StepRecorder, TakeStep
 from ms_parallel.training.step_log import StepLog
+from ms_parallel.used_settings import check_used
 
 
 class DistributedTrainer:
@@ -77,7 +78,8 @@ class DistributedTrainer:
             reductions stay float32.
 
     Raises:
-        ConfigError: a setting has the wrong type or is out of range.
+        ConfigError: a setting has the wrong type or is out of range, or has no effect because of
+            another one.
         LayoutError: the layout is invalid.
     """
 
@@ -97,6 +99,7 @@ class DistributedTrainer:
             mixed_precision=mixed_precision,
             **settings,
         )
+        check_used(self.options, USED_IF, error=ConfigError)
         self._resolved = self.options
         """The options with the planned layout, if `parallel_config` is "auto"."""
         self._run: Run | None = None

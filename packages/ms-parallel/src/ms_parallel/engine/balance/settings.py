@@ -6,6 +6,7 @@ from attrs import Attribute, evolve, field, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, short_repr
+from ms_parallel.used_settings import UsedIf, check_used
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
     from ms_parallel.models.experts.router_config import Mixture
@@ -44,7 +45,7 @@ class BalanceSettings:
     """`step`: a loss with the expert loads of the previous step. `sequence`: a loss with the loads
     of each token's document. `bias`: adjust the selection bias after each step as in DeepSeek-V3,
     plus the sequence loss if `coefficient` is set. `none`: no balancing. None: `bias` if the
-    routers have one, else `step` if config.json has a router_aux_loss_coef."""
+    routers have one, else `step` if `coefficient` or config.json's router_aux_loss_coef is set."""
     coefficient: float | None = field(default=None, validator=number(optional=True))
     """Weight of the loss E · Σ f · P, averaged over layers, which equals top-k for an even load.
     None: router_aux_loss_coef of config.json."""
@@ -65,6 +66,8 @@ class BalanceSettings:
                     "balance, balance_coefficient and router_z_loss_coefficient need a mixture of"
                     " experts, and the model is dense; remove them"
                 )
+            rule = UsedIf("bias_rate", "by a mixture of experts")
+            check_used(self, (rule,), error=ConfigError, prefix="balance_")
             return BalanceSettings(method="none", coefficient=0.0)
         corrected, model_coefficient = mixture.choice.corrected, mixture.coefficient
         if self.method == "bias" and not corrected:
@@ -72,7 +75,17 @@ class BalanceSettings:
                 "balance='bias' needs routers with a score correction bias, which this model's"
                 " routers lack; use 'step' or 'sequence'"
             )
-        method = self.method or ("bias" if corrected else "step" if model_coefficient else "none")
+        has_loss = model_coefficient or self.coefficient
+        method = self.method or ("bias" if corrected else "step" if has_loss else "none")
+        rules = (
+            UsedIf(
+                "coefficient",
+                "with a balance other than 'none'",
+                lambda _: method != "none" or not self.coefficient,
+            ),
+            UsedIf("bias_rate", "with balance='bias'", lambda _: method == "bias"),
+        )
+        check_used(self, rules, error=ConfigError, prefix="balance_")
         default = {"bias": 0.0, "none": 0.0}.get(method, model_coefficient)
         if self.coefficient is None and method in ("step", "sequence") and not model_coefficient:
             raise ConfigError(
