@@ -16,6 +16,7 @@ from ms_align.files.durable import write_file, writing
 from ms_align.seeds import MAX_SEED
 from ms_align.settings import flag, integer, valid_path
 from ms_align.settings.run_file import build
+from ms_align.used_settings import UsedIf, check_used
 
 
 def _names(instance: object, attribute: Any, value: object) -> None:
@@ -65,6 +66,10 @@ class Evaluation(ComputeOptions):
         default=None, validator=valid_path(written="file", optional=True)
     )
     """JSON file for the results. Default: results are only printed."""
+
+    def __attrs_post_init__(self) -> None:
+        rule = UsedIf("device", "without runtime", lambda run: run.runtime is None)
+        check_used(self, (rule,), error=ConfigError)
 
 
 def evaluate(

@@ -1,13 +1,14 @@
 """Settings of tools and environments. Does not import torch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import Attribute, field, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.settings import integer, number, short_repr
 from ms_align.settings.run_file import table_of
+from ms_align.used_settings import UsedIf
 
 
 @frozen(kw_only=True)
@@ -98,6 +99,15 @@ class EpisodeOptions:
         default=None, converter=_tool_limits, metadata={"table": ToolLimits}
     )
     """Limits of tools and environments."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf("max_tool_calling_iterations", "with tools", lambda run: run.tools),
+        UsedIf(
+            "max_episode_tokens tool_limits",
+            "with tools, an environment or an agent",
+            lambda run: run.has_episodes,
+        ),
+    )
 
     @property
     def has_episodes(self) -> bool:

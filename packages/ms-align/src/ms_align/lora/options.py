@@ -11,6 +11,7 @@ from ms_align.errors import ConfigError
 from ms_align.lora.quantized_base import BaseFormat
 from ms_align.settings import flag, integer, number, one_of, short_repr
 from ms_align.settings.run_file import table_of
+from ms_align.used_settings import UsedIf, check_used
 
 ALL_LINEAR: Final = "all-linear"
 DEFAULT_TARGETS: Final = (
@@ -94,6 +95,8 @@ class LoraOptions:
                 "target_modules or target_parameters must name a layer, got neither; remove "
                 "target_modules for its default"
             )
+        rule = UsedIf("expert_files", "with lora.target_parameters", lambda o: o.target_parameters)
+        check_used(self, (rule,), error=ConfigError, prefix="lora.")
         for setting in ("use_dora", "dropout"):
             if self.target_parameters and getattr(self, setting):
                 raise ConfigError(

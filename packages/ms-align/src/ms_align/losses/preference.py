@@ -9,12 +9,13 @@ This module does not import torch, so that a mistake in a run file is reported a
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import Attribute, field, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.settings import flag, nearest, number, one_of, short_repr
+from ms_align.used_settings import UsedIf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,6 +221,8 @@ LOSSES: Final[dict[str, PairLoss]] = {
 }
 WITHOUT_REFERENCE: Final = frozenset({"sft", "simpo", "cpo", "orpo"})
 """Losses that need no reference model."""
+SMOOTHED: Final = frozenset({"sigmoid", "robust", "exo_pair", "simpo", "cpo"})
+"""Losses that use label_smoothing."""
 PER_TOKEN: Final = frozenset({"simpo", "orpo"})
 """Losses whose implicit reward is a mean over tokens."""
 OF_DIFFERENCE: Final = frozenset(
@@ -314,6 +317,33 @@ class DPOOptions:
     """γ of simpo: required margin of the implicit rewards."""
     cpo_alpha: float = field(default=1.0, validator=number())
     """Weight of the sft term of cpo."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf(
+            "label_smoothing",
+            "by the losses sigmoid, robust, exo_pair, simpo and cpo",
+            lambda run: SMOOTHED.intersection(run.loss_names),
+        ),
+        UsedIf(
+            "f_alpha_divergence_coef",
+            "with f_divergence_type='alpha_divergence'",
+            lambda run: run.f_divergence_type == "alpha_divergence",
+        ),
+        UsedIf("discopop_tau", "by the loss discopop", lambda run: "discopop" in run.loss_names),
+        UsedIf("simpo_gamma", "by the loss simpo", lambda run: "simpo" in run.loss_names),
+        UsedIf("cpo_alpha", "by the loss cpo", lambda run: "cpo" in run.loss_names),
+        UsedIf("beta", "by losses other than sft", lambda run: set(run.loss_names) != {"sft"}),
+        UsedIf(
+            "reference_free",
+            "by losses of log-ratios, which sft, simpo, cpo and orpo are not",
+            lambda run: not WITHOUT_REFERENCE.issuperset(run.loss_names),
+        ),
+        UsedIf(
+            "reference_model",
+            "by losses of log-ratios, without reference_free",
+            lambda run: run.needs_reference,
+        ),
+    )
 
     @property
     def loss_names(self) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ This module does not import torch, so that a mistake in a run file is reported a
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from attrs import Attribute, field, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.settings import number, one_of
+from ms_align.used_settings import UsedIf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +142,21 @@ class SurrogateOptions:
     """t of sapo for positive advantages."""
     sapo_temperature_neg: float = field(default=1.05, validator=number(minimum=1e-6))
     """t of sapo for other advantages."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf(
+            "sapo_temperature_pos sapo_temperature_neg",
+            "with loss_type='sapo'",
+            lambda run: run.loss_type == "sapo",
+        ),
+        UsedIf("clip_low", "by losses other than cispo and sapo", lambda run: run.has_lower_clip),
+        UsedIf("clip_high", "by losses other than sapo", lambda run: run.loss_type != "sapo"),
+    )
+
+    @property
+    def has_lower_clip(self) -> bool:
+        """Whether the loss clips ratios from below."""
+        return LOSS_TYPES[self.loss_type][0] is clipped
 
 
 def at_level(log_ratios: "Tensor", mask: "Tensor", level: str) -> "Tensor":

@@ -2,7 +2,7 @@
 
 import math
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import Attribute, field, fields, frozen
 
@@ -10,6 +10,7 @@ from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.adaptive_kl import AdaptiveKL
 from ms_align.settings import flag, integer, number, one_of
+from ms_align.used_settings import UsedIf
 
 REJECTIONS = ("token_k1", "token_k3", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k3")
 IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
@@ -129,6 +130,29 @@ class RolloutOptions(Sampling):
     for the same weights differ by more than this mean, in nats per token."""
     eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf("kl_horizon", "with kl_target", lambda run: run.kl_target is not None),
+        UsedIf(
+            "reward_failure_penalty",
+            "with on_reward_failure='penalize'",
+            lambda run: run.on_reward_failure == "penalize",
+        ),
+        UsedIf(
+            "importance_sampling_mode importance_sampling_clip_min importance_sampling_clip_max",
+            "with importance_sampling_correction=true",
+            lambda run: run.importance_sampling_correction,
+        ),
+        UsedIf("rollout_rs_threshold", "with rollout_rs", lambda run: run.rollout_rs is not None),
+        UsedIf(
+            "kl_in kl_estimator reference_model", "with kl_coeff above 0", lambda run: run.kl_coeff
+        ),
+        UsedIf(
+            "max_logprob_difference",
+            "with rollouts from servers",
+            lambda run: run.generator != "policy",
+        ),
+    )
 
     def __attrs_post_init__(self) -> None:
         size = self.minibatch_size or self.batch_size

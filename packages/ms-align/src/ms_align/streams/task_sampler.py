@@ -22,6 +22,7 @@ from attrs import field, frozen
 from ms_align.errors import CheckpointError, ConfigError
 from ms_align.settings import integer, number, numbers, one_of
 from ms_align.settings.run_file import table_of
+from ms_align.used_settings import UsedIf, check_used
 
 MIN_COMPLEXITY = 1e-6
 """Lower bound of complexities, so that every task keeps a nonzero probability."""
@@ -51,6 +52,22 @@ class TaskOptions:
     """With `signal="progress"`: decay of the slower average that the loss is compared with."""
     warmup_steps: int = field(default=10, validator=integer(minimum=0))
     """Updates sampled by `base`, until losses are known."""
+
+    def __attrs_post_init__(self) -> None:
+        rules = (
+            UsedIf("given", "with tasks.signal='given'", lambda tasks: tasks.signal == "given"),
+            UsedIf(
+                "slow_smoothing",
+                "with tasks.signal='progress'",
+                lambda tasks: tasks.signal == "progress",
+            ),
+            UsedIf(
+                "smoothing",
+                "with tasks.signal='loss' or 'progress'",
+                lambda tasks: tasks.signal != "given",
+            ),
+        )
+        check_used(self, rules, error=ConfigError, prefix="tasks.")
 
 
 def task_options(value: Any) -> TaskOptions | None:

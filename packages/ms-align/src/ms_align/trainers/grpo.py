@@ -1,7 +1,7 @@
 """GRPO: advantages relative to the other responses to the same prompt; no value model."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import Attribute, field, frozen
 from torch import Tensor
@@ -19,6 +19,7 @@ from ms_align.rollouts.experience import (
 from ms_align.rollouts.options import GroupOptions
 from ms_align.settings import integer, one_of
 from ms_align.trainers.base.online import OnlineTrainer
+from ms_align.used_settings import UsedIf
 
 
 def _check_generations(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
@@ -56,6 +57,14 @@ class GRPOTrainer(SurrogateOptions, GroupOptions, OnlineTrainer):
     )
     """With `grpo`: divide centered rewards by the `group`'s or `batch`'s standard deviation, by the
     group's `mean` (MaxRL), or `none`."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf(
+            "scale_rewards",
+            "with advantage_estimator='grpo'",
+            lambda run: run.advantage_estimator == "grpo",
+        ),
+    )
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

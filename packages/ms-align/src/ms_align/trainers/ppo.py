@@ -1,6 +1,6 @@
 """PPO: token-level GAE advantages from a value model, several clipped updates per rollout."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import field, frozen
@@ -16,6 +16,7 @@ from ms_align.losses.protocol import Loss
 from ms_align.rollouts.experience import Experience, token_rewards
 from ms_align.settings import flag, integer, number, valid_path
 from ms_align.trainers.base.online import OnlineTrainer
+from ms_align.used_settings import UsedIf
 
 
 @frozen(kw_only=True, slots=False)
@@ -50,6 +51,10 @@ class PPOTrainer(OnlineTrainer):
     """Normalize the advantages of a rollout to mean 0 and standard deviation 1."""
     whiten_rewards: bool = field(default=False, validator=flag)
     """Divide rewards by their standard deviation, keeping the mean."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf("value_coeff", "without value_model", lambda run: run.value_model is None),
+    )
 
     def heads(self) -> dict[str, int]:
         """Return the value head, if it shares the policy's model."""

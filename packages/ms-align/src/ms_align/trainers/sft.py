@@ -1,7 +1,7 @@
 """Supervised fine-tuning on packed instruction data, with task weights and task sampling."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ms_align.streams.protocol import HeldOut, TaskStream, next_batch
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, task_options
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.base.offline import OfflineLearner, OfflineTrainer, TrainingData
+from ms_align.used_settings import UsedIf
 
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
@@ -39,6 +40,10 @@ class SFTOptions:
         metadata={"table": TaskOptions},
     )
     """Sample tasks by difficulty. None: use the order of the stream."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf("uncertainty_rate", "with uncertainty=true", lambda run: run.uncertainty),
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.task_weights and self.uncertainty:

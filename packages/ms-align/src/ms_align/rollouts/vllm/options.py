@@ -12,6 +12,7 @@ from attrs import Attribute, field, frozen
 from ms_align.errors import ConfigError
 from ms_align.settings import as_path, flag, integer, number, one_of, short_repr, text, valid_path
 from ms_align.settings.run_file import table_of
+from ms_align.used_settings import UsedIf, check_used
 
 
 def check_url(name: str, url: object) -> None:
@@ -142,6 +143,11 @@ class VllmOptions:
                 f"{' and '.join(sources) or 'none'}; set `url` for a running server or `python` to "
                 "start one"
             )
+        rules = (
+            UsedIf("start_timeout_s", "with vllm.python", lambda vllm: vllm.python),
+            UsedIf("retry_wait_s", "with vllm.retries above 0", lambda vllm: vllm.retries),
+        )
+        check_used(self, rules, error=ConfigError, prefix="vllm.")
         if self.arguments and not self.python:
             raise ConfigError(
                 "vllm.arguments are for a server that is started with vllm.python; remove them, "

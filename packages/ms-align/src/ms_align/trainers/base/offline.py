@@ -128,6 +128,7 @@ class OfflineTrainer(Trainer):
 
     def __attrs_post_init__(self) -> None:
         check_length(self.steps, self.epochs)
+        self.check_used()
 
     def train(
         self,

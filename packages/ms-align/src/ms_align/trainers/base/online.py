@@ -94,6 +94,7 @@ class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
+        self.check_used()
         if self.generator == "vllm" and self.max_staleness and self.sampling.truncates:
             raise ConfigError(
                 "max_staleness > 0 with generator = 'vllm' needs top_k, top_p and min_p at their "

@@ -12,6 +12,7 @@ from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import EngineOptions
 from ms_align.engines.protocol import Engine
+from ms_align.errors import ConfigError
 from ms_align.lora.options import LoraOptions, lora_options
 from ms_align.models.folder import experts_of, folder_of, stored_dtype
 from ms_align.run.initial_weights import model_name
@@ -21,6 +22,7 @@ from ms_align.run.ownership import Ownership, plain
 from ms_align.run.saving import check_finite, result_folder, write_result
 from ms_align.settings import flag, integer
 from ms_align.tokenizer_files import TokenizerFiles
+from ms_align.used_settings import UsedIf, check_used
 
 T = TypeVar("T")
 MODELS = (
@@ -60,6 +62,20 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
     """With adapters: also save the merged model to `output_dir/model`."""
     layout: Any = field(default=None, validator=_ranks)
     """Ranks per ms-parallel axis, such as `{ data = 2, tensor = 2 }`. None: one process."""
+
+    used_if: ClassVar[tuple[UsedIf, ...]] = (
+        UsedIf("merge", "with lora", lambda run: run.lora is not None),
+    )
+    """Conditions of settings that another one can make useless; classes of settings add theirs."""
+
+    def check_used(self) -> None:
+        """Check that every setting has an effect.
+
+        Raises:
+            ConfigError: one has none.
+        """
+        for cls in type(self).__mro__:
+            check_used(self, vars(cls).get("used_if", ()), error=ConfigError)
 
     @property
     def run_dir(self) -> Path:
