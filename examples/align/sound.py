@@ -11,6 +11,7 @@ not heard. The output shows how the loss falls, and the fraction of correct name
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -36,10 +37,10 @@ def tone(name: str, rng: np.random.Generator) -> np.ndarray:
     return (rng.uniform(0.1, 0.8) * wave + rng.normal(0, 0.01, samples)).astype(np.float32)
 
 
-def conversation(sound: str, answer: str | None = None) -> list[dict]:
+def conversation(sound: str, answer: str | None = None) -> list[dict[str, Any]]:
     """A question about a sound file, with its answer if it is given."""
     question = [{"type": "audio", "audio": sound}, {"type": "text", "text": QUESTION}]
-    messages: list[dict] = [{"role": "user", "content": question}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     return messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
 
 
@@ -65,11 +66,12 @@ def write_model(folder: Path) -> None:
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator([f"user assistant {QUESTION} {name}" for name in TONES], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
-    extractor = transformers.WhisperFeatureExtractor(feature_size=32, chunk_length=1)
-    transformers.Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(folder)
+    untyped: Any = transformers  # its processors have no annotations
+    tokenizer = untyped.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
+    extractor = untyped.WhisperFeatureExtractor(feature_size=32, chunk_length=1)
+    untyped.Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(folder)
     encoder = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4}
-    config = transformers.Qwen2AudioConfig(
+    config = untyped.Qwen2AudioConfig(
         audio_config={
             **encoder,
             "model_type": "qwen2_audio_encoder",
@@ -94,7 +96,8 @@ def write_model(folder: Path) -> None:
 
 def accuracy(folder: Path, count: int, seed: int) -> float:
     """Fraction of new tones that the saved model names, by transformers alone."""
-    processor = transformers.AutoProcessor.from_pretrained(folder)
+    untyped: Any = transformers
+    processor = untyped.AutoProcessor.from_pretrained(folder)
     model = transformers.AutoModelForMultimodalLM.from_pretrained(folder)
     rng = np.random.default_rng(seed)
     correct = 0
