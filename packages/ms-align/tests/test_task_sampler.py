@@ -43,7 +43,7 @@ def test_the_corrected_expected_gradient_equals_that_of_the_base(
     base = {"a": 5.0, "b": 3.0, "c": 2.0}
     options = TaskOptions(
         signal=signal,  # type: ignore[arg-type]
-        given={"a": 0.1, "b": 1.0, "c": 4.0},
+        given={"a": 0.1, "b": 1.0, "c": 4.0} if signal == "given" else {},
         base=base,
         temperature=temperature,
         correction=1.0,

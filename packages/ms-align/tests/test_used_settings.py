@@ -41,8 +41,6 @@ TRAINERS: dict[Any, dict[str, Any]] = {
         (PPOTrainer, {"merge": False}, "merge is only used with lora, so False has no effect"),
         (PPOTrainer, {"max_episode_tokens": 9}, "is only used with tools, an environment or an"),
         (PPOTrainer, {"max_tool_calling_iterations": 9}, "is only used with tools, so 9 has no"),
-        (GRPOTrainer, {"reference_model": "m"}, "reference_model is only used with kl_coeff abo"),
-        (GRPOTrainer, {"kl_estimator": "k2"}, "kl_estimator is only used with kl_coeff above 0"),
         (GRPOTrainer, {"sapo_temperature_pos": 2.0}, "is only used with loss_type='sapo'"),
         (GRPOTrainer, {"clip_high": 0.3, "loss_type": "sapo"}, "clip_high is only used by losses"),
         (
@@ -63,8 +61,6 @@ TRAINERS: dict[Any, dict[str, Any]] = {
             {"reference_free": True, "reference_model": "m"},
             "reference_model is only used by losses of log-ratios, without reference_free",
         ),
-        (GKDTrainer, {"lmbda": 1.0, "seq_kd": True}, "seq_kd is only used with lmbda below 1"),
-        (GKDTrainer, {"lmbda": 0.0, "max_new_tokens": 9}, "max_new_tokens is only used with lmbda"),
         (SFTTrainer, {"uncertainty_rate": 0.1}, "is only used with uncertainty=true"),
         (TaskOptions, {"slow_smoothing": 0.9}, "tasks.slow_smoothing is only used with tasks.sig"),
         (LoraOptions, {"expert_files": "stacked"}, "lora.expert_files is only used with lora.tar"),

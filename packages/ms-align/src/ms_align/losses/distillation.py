@@ -4,12 +4,10 @@ This module does not import torch, so that a mistake in a run file is reported a
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from attrs import field, frozen
 
 from ms_align.settings import flag, integer, number, numbers
-from ms_align.used_settings import UsedIf
 
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
@@ -32,12 +30,3 @@ class GKDOptions:
     )
     """With a table of teachers: weight of each teacher's divergence, all at every response.
     Default: each teacher teaches the responses of the dataset with its name."""
-
-    used_if: ClassVar[tuple[UsedIf, ...]] = (
-        UsedIf("seq_kd", "with lmbda below 1", lambda run: run.lmbda < 1),
-        UsedIf(
-            "max_new_tokens",
-            "with lmbda above 0 or seq_kd=true",
-            lambda run: run.lmbda > 0 or run.seq_kd,
-        ),
-    )

@@ -145,9 +145,6 @@ class RolloutOptions(Sampling):
         ),
         UsedIf("rollout_rs_threshold", "with rollout_rs", lambda run: run.rollout_rs is not None),
         UsedIf(
-            "kl_in kl_estimator reference_model", "with kl_coeff above 0", lambda run: run.kl_coeff
-        ),
-        UsedIf(
             "max_logprob_difference",
             "with rollouts from servers",
             lambda run: run.generator != "policy",

@@ -144,7 +144,11 @@ class VllmOptions:
                 "start one"
             )
         rules = (
-            UsedIf("start_timeout_s", "with vllm.python", lambda vllm: vllm.python),
+            UsedIf(
+                "start_timeout_s",
+                "with vllm.python or vllm.max_restarts",
+                lambda vllm: vllm.python or vllm.max_restarts,
+            ),
             UsedIf("retry_wait_s", "with vllm.retries above 0", lambda vllm: vllm.retries),
         )
         check_used(self, rules, error=ConfigError, prefix="vllm.")
