@@ -42,11 +42,12 @@ CONVERTED_KEYS = {
     "held_out": ("text",),
     "layout": ("table",),
     "teacher_layout": ("table",),
+    "teacher_model": ("text", "table"),
     "pattern": ("text", "number"),
     "scheme": ("text",),
     "stop_token_ids": ("whole number", "list"),
 }
-"""Types in a run file for keys with a converter, whose Python type says nothing."""
+"""Types in a run file for keys whose Python type and validator say too little."""
 
 
 class Row(NamedTuple):
@@ -130,7 +131,7 @@ def types_of(key: Any) -> tuple[str, ...]:
     if "Literal" in key.kind and "text" not in types:
         types.append("text")
     checked = CHECKED.get(key.check.partition("(")[0]) or TYPES.get(type(key.default).__name__)
-    return tuple(types) or ((checked,) if checked else CONVERTED_KEYS.get(key.name, ()))
+    return tuple(types) or CONVERTED_KEYS.get(key.name) or ((checked,) if checked else ())
 
 
 def accepted_by(key: Any) -> str:
