@@ -22,8 +22,11 @@ from documented_commands import (
 )
 from packages import PACKAGES
 
-ELSEWHERE = {"--dry", "--update", "--max-restarts", "--layout", "--list", "--try-with", "--address"}
-"""Options of the demo, the examples, the tools of this repository and torchrun."""
+ELSEWHERE = {
+    *("--dry", "--update", "--max-restarts", "--layout", "--list", "--try-with", "--address"),
+    "--dist-ckpt-optim-fully-reshardable",
+}
+"""Options of the demo, the examples, the tools of this repository, torchrun and Megatron-LM."""
 OF_VLLM = {
     *("--enable-scale-out", "--logprobs-mode", "--enable-return-routed-experts"),
     "--kv-cache-dtype",
