@@ -93,7 +93,7 @@ def test_sharegpt_turn_weights_mean_the_same_as_openai_ones() -> None:
         ({"messages": [{**ASK, "txt": 1}, SAY]}, "unknown key 'txt'"),
         ({"messages": [ASK, {"role": "assistant", "content": ""}]}, "empty assistant message"),
         ({"messages": [ASK, {"role": "assistant", "content": 5}]}, "must be a string, got 5"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}, SAY]}, "is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "table"}]}, SAY]}, "is not text"),
         ({"messages": [ASK, {**SAY, "weight": 2}]}, "weight must be 0 or 1, got 2"),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "from must be one of .*, got 'cat'"),
         ({"conversations": [TURN, {**ANSWER, "loss": 0}]}, r"\[1\] has an unknown key 'loss'"),

@@ -36,10 +36,5 @@ class DedupOptions:
         rules = (
             UsedIf("bands rows ngram_words", "with minhash", lambda options: options.minhash),
             UsedIf("priority", "with keep='priority'", lambda options: options.keep == "priority"),
-            UsedIf(
-                "keep",
-                "with patterns of priority if it is 'priority'",
-                lambda options: options.keep != "priority" or options.priority,
-            ),
         )
         check_used(self, rules, error=ConfigError)
