@@ -142,7 +142,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_values_of_options_give_one_line(package: str, inputs: Path) -> None:
     """Bad input exits with 2 and one line; nothing ends in a traceback or hangs."""
     module = import_module(package)
-    for name in module.__all__:  # import what the commands import, once and not in each process
+    for name in module.__all__:  # so that each forked process finds them imported
         getattr(module, name)
     main, problems, count = import_module(f"{package}.cli").main, [], 0
     for arguments in calls_of(parser_of(package)):

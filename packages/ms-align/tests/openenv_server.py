@@ -19,8 +19,8 @@ class Guess(Action):
     message: str
 
 
-class Told(Observation):
-    """What the policy is told."""
+class CountdownObservation(Observation):
+    """Observation of a countdown."""
 
     text: str
 
@@ -35,29 +35,33 @@ class Countdown(Environment):
         self.progress = State()
         self.fault = ""
 
-    def reset(self, seed: Any = None, episode_id: Any = None, **arguments: Any) -> Told:
+    def reset(
+        self, seed: Any = None, episode_id: Any = None, **arguments: Any
+    ) -> CountdownObservation:
         """Start at 2 or 3."""
         self.number = 2 + int(seed) % 2
         self.fault = arguments.get("fault") or ""
         self.progress = State(episode_id=str(uuid.uuid4()), step_count=0)
-        return Told(text=f"start at {self.number}")
+        return CountdownObservation(text=f"start at {self.number}")
 
-    def step(self, action: Guess, timeout_s: Any = None, **arguments: Any) -> Told:
+    def step(self, action: Guess, timeout_s: Any = None, **arguments: Any) -> CountdownObservation:
         """Reward the next number."""
         if self.fault == "hang":
             time.sleep(1000)
         if self.fault == "raise":
             raise ValueError("no such\nthing")
         if self.fault == "flood":
-            return Told(text="x" * (3 << 20))
+            return CountdownObservation(text="x" * (3 << 20))
         if self.fault == "flood more":
-            return Told(text="x" * (8 << 20))
+            return CountdownObservation(text="x" * (8 << 20))
         if self.fault == "exit":
             os._exit(3)
         self.number -= 1
         self.progress.step_count += 1
         right = action.message.strip() == str(self.number)
-        return Told(text=f"go on from {self.number}", reward=float(right), done=self.number == 0)
+        return CountdownObservation(
+            text=f"continue from {self.number}", reward=float(right), done=self.number == 0
+        )
 
     @property
     def state(self) -> State:
@@ -66,5 +70,5 @@ class Countdown(Environment):
 
 
 if __name__ == "__main__":
-    app = create_fastapi_app(Countdown, Guess, Told, max_concurrent_envs=64)
+    app = create_fastapi_app(Countdown, Guess, CountdownObservation, max_concurrent_envs=64)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

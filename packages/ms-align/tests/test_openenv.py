@@ -45,7 +45,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @contextmanager
 def served(port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run the server as a process of its own."""
+    """Run the server in a separate process."""
     with subprocess.Popen([sys.executable, str(SERVER), str(port)]) as process:
         try:
             for _ in range(1200):
@@ -190,7 +190,7 @@ def test_grpo_trains_on_an_openenv_server(port: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_field_of_the_observation_names_the_fields(port: int) -> None:
-    """The message lists what the server sent."""
+    """The message lists the fields of the observation."""
     with served(port):
         _, responses = run(
             counter, ["count"], environment="openenv_environments:WrongField", max_new_tokens=5

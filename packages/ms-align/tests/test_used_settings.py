@@ -37,7 +37,6 @@ TRAINERS: dict[Any, dict[str, Any]] = {
         (PPOTrainer, {"value_coeff": 0.5, "value_model": "copy"}, "value_coeff is only used with"),
         (PPOTrainer, {"reward_failure_penalty": -2.0}, "is only used with on_reward_failure="),
         (PPOTrainer, {"max_logprob_difference": 0.5}, "is only used with rollouts from servers"),
-        (PPOTrainer, {"temperature": 0.0, "top_k": 5}, "top_k is only used with a temperature"),
         (PPOTrainer, {"merge": False}, "merge is only used with lora, so False has no effect"),
         (PPOTrainer, {"max_episode_tokens": 9}, "is only used with tools, an environment or an"),
         (PPOTrainer, {"max_tool_calling_iterations": 9}, "is only used with tools, so 9 has no"),

@@ -1,4 +1,4 @@
-"""AutoRound: its gradients, and that what it learns is what is exported."""
+"""AutoRound: its gradients, and that the learned rounding is exported."""
 
 from pathlib import Path
 

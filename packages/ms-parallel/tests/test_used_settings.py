@@ -74,8 +74,6 @@ def test_train_refuses_settings_without_effect(
         ("launch slurm R --nodes 1 --devices 1 --image I", "--image is only used with kubernetes"),
         ("launch slurm R --nodes 1 --devices 1 --pack", "--pack is only used with ray, so True"),
         ("launch kubernetes R --nodes 1 --devices 1 --time 1:0:0", "--time is only used with slur"),
-        ("generate F --prompt a --temperature 0 --seed 3", "--seed is only used with a temperatu"),
-        ("generate F --prompt a --temperature 0 --top-k 3", "--top-k is only used with a temperat"),
     ],
 )
 def test_options_without_effect_are_refused(

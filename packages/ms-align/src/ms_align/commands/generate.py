@@ -24,7 +24,6 @@ from ms_align.settings import integer, one_of, valid_path
 from ms_align.settings.run_file import build
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
-from ms_align.used_settings import UsedIf, check_used
 
 
 @frozen(kw_only=True, slots=False)
@@ -59,10 +58,6 @@ class Generation(Sampling, DeviceOptions):
     """Responses generated at the same time."""
     seed: int = field(default=0, validator=integer(minimum=0, maximum=MAX_SEED))
     """Random seed."""
-
-    def __attrs_post_init__(self) -> None:
-        seed = UsedIf("seed", "with a temperature above 0", lambda run: run.temperature)
-        check_used(self, (*Sampling.used_if, seed), error=ConfigError)
 
 
 def generate(

@@ -1,13 +1,12 @@
 """Sampling settings. This module does not import torch, so that run files are checked quickly."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from attrs import field, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.settings import integer, number, short_repr
-from ms_align.used_settings import UsedIf
 
 TOKEN_ID_LIMIT = 2**31
 """Upper bound of token ids."""
@@ -65,10 +64,6 @@ class Sampling:
     """Token ids that end a response; the stop token is included."""
     stop_strings: tuple[str, ...] = field(default=(), converter=_strings)
     """Texts that end a response; the token that completes one is included."""
-
-    used_if: ClassVar[tuple[UsedIf, ...]] = (
-        UsedIf("top_k top_p min_p", "with a temperature above 0", lambda run: run.temperature),
-    )
 
     @property
     def policy_temperature(self) -> float:

@@ -4,7 +4,6 @@ from argparse import Namespace
 
 from ms_parallel.command_line import add_json, print_json
 from ms_parallel.entry import CommandParser, path_argument
-from ms_parallel.used_settings import UsedIf
 
 HELP = "continue a text with a trained model"
 EXAMPLE = 'ms-parallel generate runs/train/model --prompt "def main("'
@@ -12,9 +11,6 @@ EXAMPLE = 'ms-parallel generate runs/train/model --prompt "def main("'
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the command's arguments."""
-    parser.used_if = (
-        UsedIf("top_k seed", "with a temperature above 0", lambda options: options.temperature),
-    )
     parser.add_argument(
         "model", type=path_argument, metavar="FOLDER", help="model with its tokenizer.json"
     )

@@ -143,15 +143,12 @@ class VllmOptions:
                 f"{' and '.join(sources) or 'none'}; set `url` for a running server or `python` to "
                 "start one"
             )
-        rules = (
-            UsedIf(
-                "start_timeout_s",
-                "with vllm.python or vllm.max_restarts",
-                lambda vllm: vllm.python or vllm.max_restarts,
-            ),
-            UsedIf("retry_wait_s", "with vllm.retries above 0", lambda vllm: vllm.retries),
+        rule = UsedIf(
+            "start_timeout_s",
+            "with vllm.python or vllm.max_restarts",
+            lambda vllm: vllm.python or vllm.max_restarts,
         )
-        check_used(self, rules, error=ConfigError, prefix="vllm.")
+        check_used(self, (rule,), error=ConfigError, prefix="vllm.")
         if self.arguments and not self.python:
             raise ConfigError(
                 "vllm.arguments are for a server that is started with vllm.python; remove them, "

@@ -42,7 +42,9 @@ def is_multimodal(folder: str | Path) -> bool:
         ModelError: config.json cannot be read.
     """
     path = Path(folder) / "config.json"
-    if not os.path.isfile(path):  # also for a name that is too long; whoever opens it reports that
+    if not os.path.isfile(
+        path
+    ):  # also for a name that is too long, an error that opening it reports
         return False
     return read_json(path, dict[str, Any], error=ModelError).get("model_type") in MULTIMODAL_TYPES
 
@@ -192,7 +194,7 @@ class MultimodalModel(ModuleWrapper):
         weight = model.audio_tower.conv1.weight
         if _FEATURES in media and len(media[_FEATURES]):
             features, lengths = media[_FEATURES], media[_FRAMES].sum(1)  # (n, mels, frames), (n,)
-        else:  # a silent clip, of which no token is used
+        else:  # a silent clip whose tokens are not used
             frames = config.audio_config.max_source_positions * 2
             features = weight.new_zeros(1, config.audio_config.num_mel_bins, frames)
             lengths = torch.zeros(1, dtype=torch.int64, device=weight.device)
