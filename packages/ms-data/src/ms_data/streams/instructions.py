@@ -33,8 +33,8 @@ _CHOICES: dict[str, Collection[str]] = {
 class InstructionBatch(WeightedBatch, ImageBatch, VideoBatch, AudioBatch):
     """A batch of packed conversations: b rows of S tokens.
 
-    Datasets with images add the keys of `PictureBatch` to every batch, datasets with audio those of
-    `SoundBatch`, even if a batch happens to hold no image or audio.
+    Every batch has the keys of `ImageBatch`, `VideoBatch` and `AudioBatch` that the dataset's
+    processor supports, also a batch without images, video or audio.
     """
 
     task: NDArray[np.int64]

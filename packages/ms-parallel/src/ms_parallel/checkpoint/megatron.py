@@ -1,12 +1,11 @@
 """Names and layouts of Megatron-Core's `torch_dist` checkpoints, as rules for our parameters.
 
-Megatron differs from Hugging Face in four ways:
+Megatron differs from Hugging Face in five ways:
 1. Names, such as `decoder.layers.mlp.linear_fc2.weight` for `model.layers.*.mlp.down_proj.weight`.
 2. The layers of a tensor are stacked in dim 0, unless the layers differ (`decoder.layers.0....`).
 3. q, k and v are one matrix: the query heads, key head and value head of each key-value group.
    The gate and up projections are concatenated.
 4. The vocabulary is padded, so that tensor ranks divide it.
-
 5. Since 0.14, Megatron-LM saves separate layers and separate gate and up projections
    (`linear_fc1.weight_w` and `_v`).
 
@@ -88,11 +87,11 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         )
     layers = config.num_hidden_layers
     stacked = not any(name.startswith(f"{LAYERS}0.") for name in shapes)
-    # Transformer Engine stores the norm in the projection that follows it.
     # Gate and up projections are separate tensors in folders with separate layers.
     gate, up, copies = "weight", "weight", 2
     if f"{LAYERS}0.mlp.linear_fc1.weight_w" in shapes:
         gate, up, copies = "weight_w", "weight_v", 1
+    # Transformer Engine stores the norm in the projection that follows it.
     fused_norms = any("linear_qkv.layer_norm_weight" in name for name in shapes)
     heads, groups, head_dim = (
         config.num_attention_heads,
