@@ -30,11 +30,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, lo
 from ms_compress.evaluation.divergence import compare_logits
 from ms_compress.models.logits import model_logits
 
-SCHEMES = {"int4 g32": "ct.int4_g32", "w8a8": "ct.w8a8"}
-METHODS = {
-    "int4 g32": ("rtn", "gptq", "gptq+by_loss", "awq", "awq+gptq"),
-    "w8a8": ("rtn", "gptq", "awq", "smoothquant", "smoothquant+gptq"),
+SCHEMES = {
+    "int4 g32": "ct.int4_g32",
+    "w8a8": "ct.w8a8",
+    "nvfp4": "ct.nvfp4",
+    "fp8": "ct.fp8",
 }
+METHODS = {
+    "int4 g32": ("rtn", "gptq", "gptq+by_loss", "awq", "awq+gptq", "autoround", "awq+autoround"),
+    "w8a8": ("rtn", "gptq", "awq", "smoothquant", "smoothquant+gptq", "autoround"),
+    "nvfp4": ("rtn", "gptq", "autoround"),
+    "fp8": ("rtn", "gptq", "autoround"),
+}
+COMPARED = {
+    "int4 g32": {"rtn", "gptq", "awq", "awq+gptq"},
+    "w8a8": {"rtn", "gptq", "awq", "smoothquant", "smoothquant+gptq"},
+}
+"""What llm-compressor runs too."""
 ROWS, BATCH = 128, 8
 OUTLIERS, FACTOR = 5, 20.0
 
@@ -44,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="output folder of schemes.py")
     parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--ours", action="store_true", help="run only ms-compress")
     parser.add_argument("--width", type=int, help="also measure a random model of this width")
     parser.add_argument("--run", nargs=3, metavar=("TOOL", "SCHEME", "METHOD"), help="one process")
     options = parser.parse_args()
@@ -58,21 +71,19 @@ def main() -> None:
         if options.width is not None:
             models["random"] = Path(name) / "random"
             random_model(options.width).save_pretrained(models["random"])
-        compare(models, options.peer_python)
+        compare(models, None if options.ours else options.peer_python)
 
 
-def compare(models: dict[str, Path], peer_python: str) -> None:
-    """Run every method of both tools."""
+def compare(models: dict[str, Path], peer_python: str | None) -> None:
+    """Run every method of both tools; without `peer_python` those of ms-compress."""
     print("| Model | Scheme | Method | ours: KL, s, MB | llm-compressor: KL, s, MB |")
     print("|---|---|---|---|---|")
     for model_name, folder in models.items():
         for scheme, methods in METHODS.items():
             for method in methods:
-                cells = [
-                    in_process(python, folder, tool, scheme, method)
-                    for tool, python in (("ours", sys.executable), ("peer", peer_python))
-                    if tool == "ours" or method != "gptq+by_loss"  # only ours has it
-                ]
+                cells = [in_process(sys.executable, folder, "ours", scheme, method)]
+                if peer_python is not None and method in COMPARED.get(scheme, ()):
+                    cells.append(in_process(peer_python, folder, "peer", scheme, method))
                 print(f"| {model_name} | {scheme} | {method} | {' | '.join(cells)} |", flush=True)
 
 
@@ -114,7 +125,7 @@ Act = Callable[[nn.Module, Tensor], object]
 
 def ours(scheme: str, method: str) -> Act:
     """Return our method; GPTQ in activation order, which is llm-compressor's default."""
-    from ms_compress import awq, gptq, qat, smoothquant
+    from ms_compress import autoround, awq, gptq, qat, smoothquant
 
     name = SCHEMES[scheme]
     first, _, second = method.partition("+")
@@ -125,6 +136,8 @@ def ours(scheme: str, method: str) -> Act:
         return lambda model, rows: gptq(
             model, name, rows.split(BATCH), act_order=True, by_loss=by_loss
         )
+    if first == "autoround":
+        return lambda model, rows: autoround(model, name, rows.split(BATCH))
     scaled = awq if first == "awq" else smoothquant
     rounding: Any = second or "rtn"
     return lambda model, rows: scaled(

@@ -37,14 +37,14 @@ def train(folder: Path, dataset: Path, recipe: str, steps: int) -> tuple[Path, l
         if kind == "step":
             losses.append(fields["loss"])
 
+    is_text = not (dataset / "index.json").exists()
     trainer = DistributedTrainer(
         "llama",
         model_config=MODEL,
         float8=recipe,
         sequence_length=128,
         batch_size=8,
-        vocab_size=2048,
-        held_out_fraction=0.1,
+        **({"vocab_size": 2048, "held_out_fraction": 0.1} if is_text else {}),
         output_dir=folder / recipe,
         on_event=collect,
         progress=False,

@@ -64,6 +64,7 @@ def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
             times.append(time.monotonic())
             losses.append(fields["loss"])
 
+    shards = folder / "shards"  # has its own tokenizer
     trainer = DistributedTrainer(
         "llama",
         {"data": 1 if is_single else 2},
@@ -72,14 +73,13 @@ def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
         batch_size=ROWS,
         model_config={**SIZES, "num_hidden_layers": 2},
         sequence_length=64,
-        vocab_size=512,
+        **({} if shards.exists() else {"vocab_size": 512}),
         checkpoint_every=None,
         output_dir=folder / name,
         device="cpu",
         on_event=on_event,
         progress=False,
     )
-    shards = folder / "shards"
     result = trainer.train(shards if shards.exists() else TEXT, steps=STEPS)
     if rank > 0:  # only rank 0 gets events
         return {}

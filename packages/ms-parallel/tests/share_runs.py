@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launching import MODEL, RUN
+from launching import MODEL, run_of
 from runs import OPTIMIZER, global_batch, tiny
 from torch import Tensor, nn
 
@@ -80,7 +80,7 @@ def train_with_shares(
         times.append(time.monotonic())
 
     trainer = DistributedTrainer(
-        **{name: RUN[name] for name in RUN if name not in ("steps", *settings)},
+        **{k: v for k, v in run_of(Path(corpus)).items() if k not in ("steps", *settings)},
         model_config=MODEL,
         output_dir=Path(output),
         progress=False,

@@ -148,7 +148,10 @@ def decided_run(*, queued: bool, max_grad_norm: float) -> dict[str, Any]:
     """
     FUSED_DEVICES.add("rig")
     groups = connect(Layout(), timeout_s=60)
-    optimizer = AdamWConfig(learning_rate=1e-2, max_grad_norm=max_grad_norm, warmup_steps=3)
+    # A small eps would let an update enlarge the rounding errors of gradients near 0.
+    optimizer = AdamWConfig(
+        learning_rate=1e-2, max_grad_norm=max_grad_norm, warmup_steps=3, eps=1e-3
+    )
     engine = build(SETTINGS, groups, optimizer=optimizer)
     plain, diverging = NextTokenLoss(), DivergingLoss()
     low_loss, low_norm = StepLimits(loss=0.1), StepLimits(grad_norm=0.01)
