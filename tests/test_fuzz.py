@@ -50,7 +50,7 @@ def test_every_type_of_failure_is_detected(tmp_path: Path, monkeypatch: pytest.M
 
     def hangs() -> int:
         while True:
-            pass
+            use_cpu(0.05)
 
     def explains() -> int:
         import sys
@@ -77,19 +77,28 @@ def test_every_type_of_failure_is_detected(tmp_path: Path, monkeypatch: pytest.M
         worker.signal.signal(worker.signal.SIGPROF, previous)
 
 
+def use_cpu(seconds: float) -> None:
+    """Compute, then release the lock of the interpreter, as all programs do at some time.
+
+    A signal that another thread received may only be handled then.
+    """
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+    time.sleep(0)
+
+
 def trains(steps: int, step_s: float, then: str = "") -> int:
     """A training of `steps` steps that prints and writes, and then may hang."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     Path("out").mkdir(exist_ok=True)
     Path("out/events").touch()
     for step in range(1, steps + 1):
-        until = time.process_time() + step_s
-        while time.process_time() < until:
-            pass
+        use_cpu(step_s)
         optimizer.step()
         print(f"step {step}/{steps}  loss 5.7", file=sys.stderr)  # noqa: T201
     while then:
-        pass
+        use_cpu(0.05)
     return 0
 
 
