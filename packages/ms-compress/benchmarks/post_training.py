@@ -40,7 +40,7 @@ METHODS = {
     "int4 g32": ("rtn", "gptq", "gptq+by_loss", "awq", "awq+gptq", "autoround", "awq+autoround"),
     "w8a8": ("rtn", "gptq", "awq", "smoothquant", "smoothquant+gptq", "autoround"),
     "nvfp4": ("rtn", "gptq", "autoround"),
-    "fp8": ("rtn", "gptq", "autoround"),
+    "fp8": ("gptq", "autoround"),  # its input scales need calibration
 }
 COMPARED = {
     "int4 g32": {"rtn", "gptq", "awq", "awq+gptq"},
